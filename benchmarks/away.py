@@ -40,7 +40,7 @@ from jaxrag.engine.decoding import DecodeBatch
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.layerwise import LayerPrefill
 from jaxrag.engine.prefill import Prefill, Prefilled
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request, batch_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
@@ -214,7 +214,7 @@ def _measured(
         return mock.patch.object(how, "next_piece", next_piece)
 
     with watched(Prefill), watched(LayerPrefill):
-        [found] = prefilled(engine, [request], row)
+        [found] = inspect_prompts(engine, [request], row)
     return found
 
 

@@ -25,7 +25,7 @@ from jaxrag.base.types import Array, HostArray, Step
 from jaxrag.engine.citing import slot_chunks
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import Prefilled
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PagePool, PageTable
@@ -75,7 +75,7 @@ def run(options: AttentionOptions) -> Result:
             documents = passages_of(item, model, near.chunk_tokens)
             for name, settings in {FULL: study.full, **study.arms}.items():
                 ready = prepare(settings, item.question, documents)
-                found.setdefault(name, []).extend(prefilled(engine_of(model), [ready], _shares))
+                found.setdefault(name, []).extend(inspect_prompts(engine_of(model), [ready], _mass))
             study.store.delete(list(study.store.keys()))
             bar.update(1)
     rows = [
@@ -99,7 +99,7 @@ def run(options: AttentionOptions) -> Result:
     }
 
 
-def _shares(runner: ModelRunner, state: Sequence, there: Prefilled) -> HostArray:
+def _mass(runner: ModelRunner, state: Sequence, there: Prefilled) -> HostArray:
     """Of each chunk, and of its first token, the share of the final block's attention: [2, C]."""
     model, final = runner.model, state.request.prompt.final
     num_slots, count = there.table.slot_position.shape[1], len(state.request.prompt.chunks)

@@ -32,7 +32,7 @@ from jaxrag.engine.away import start_row
 from jaxrag.engine.decoding import DecodeBatch
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import Prefilled
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request, batch_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
@@ -160,7 +160,7 @@ def measure(model: Model, options: DecodeOptions, prompt: Prompt, text: str) -> 
     count = options.warm + options.steps
     request = Request(prompt, store, method, count + 1)
     look = functools.partial(_row, options=options, text=text)
-    [row] = prefilled(engine_of(model), [request], look)
+    [row] = inspect_prompts(engine_of(model), [request], look)
     return row
 
 

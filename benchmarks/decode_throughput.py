@@ -16,7 +16,8 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,10 +46,10 @@ from jaxrag.engine.decoding import DecodeBatch
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import map_sequence
 from jaxrag.engine.prefill import Prefilled
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, batch_of
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.sequence import Sequence as Served
+from jaxrag.engine.sequence import Sequence
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.kv.cache import PAGE
 from jaxrag.measure.bench.peer import Peer
@@ -103,7 +104,7 @@ class SamePrompt:
     For ``prefilled``.
     """
 
-    def __init__(self, runner: ModelRunner, first: Served, there: Prefilled) -> None:
+    def __init__(self, runner: ModelRunner, first: Sequence, there: Prefilled) -> None:
         """Copy the KV of a prompt, which lies in pages of its own, to all of its rows."""
         self._request, self._runner = first.request, runner
         self._mapped = [first]
@@ -224,15 +225,15 @@ def _measure(
             theirs[f"{name} {cache}".strip()] = functools.partial(_decoded, asked)
 
     def decoded(
-        runner: ModelRunner, state: Served, there: Prefilled
-    ) -> Mapping[str, Sequence[Decoded]]:
+        runner: ModelRunner, state: Sequence, there: Prefilled
+    ) -> Mapping[str, abc.Sequence[Decoded]]:
         ours = SamePrompt(runner, state, there)
         try:
             return in_turn({OURS: ours.decode, **theirs}, options.repeats)
         finally:
             ours.close()
 
-    [answers] = prefilled(engine, [request], decoded)
+    [answers] = inspect_prompts(engine, [request], decoded)
     bytes_ = step_bytes(model, batch, context, options.tokens)
     row: dict[str, Any] = {
         "batch": batch,
@@ -254,7 +255,7 @@ def _decoded(asked: Callable[[], dict[str, Any]]) -> Decoded:
 
 
 def _arm(
-    answers: Mapping[str, Sequence[Decoded]], name: str, batch: int, tokens: int
+    answers: Mapping[str, abc.Sequence[Decoded]], name: str, batch: int, tokens: int
 ) -> dict[str, Any]:
     """The measurements of one arm, beside ours."""
     seconds, ours = ([it.seconds for it in answers[arm]] for arm in (name, OURS))
@@ -269,7 +270,7 @@ def _arm(
     return arm
 
 
-def same(ids: Sequence[int], others: Sequence[int]) -> int:
+def same(ids: abc.Sequence[int], others: abc.Sequence[int]) -> int:
     """How many tokens two answers begin with in common."""
     pairs = zip(ids, others, strict=True)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(ids))
@@ -313,7 +314,7 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             yield line
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: abc.Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     return run_script(__doc__, ThroughputOptions, run, report, argv, more=BESIDE_PEER)
 

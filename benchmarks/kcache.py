@@ -41,8 +41,8 @@ from jaxrag.engine.decoding import DecodeBatch, start_decoding
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.prefill import Prefilled
-from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.progress import Progress
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, batch_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
@@ -190,7 +190,7 @@ def _batches(
     asked = [_request(options, model, store, rule, context, row) for row in range(most)]
     need = sequence_of(model, asked[0]).need(lambda key: False).pages
     fit = min(runner.num_pages // need, most)
-    prefilled(engine, asked[:fit], lambda *_: None)  # their chunks are in the pool from now on
+    inspect_prompts(engine, asked[:fit], lambda *_: None)  # the pool has their chunks now
     pool = f"the pool of {runner.num_pages * PAGE} tokens"
     refused = f"{pool} holds {fit} prompts of {need * PAGE} tokens with their answers"
     sizes = {batch for batch in options.batches if batch <= fit} | ({fit} if fit else set())
@@ -296,7 +296,7 @@ def _traffic(options: Options, model: Model, rule: TopN, tokens: int) -> dict[st
             values.measure = False
 
     request = Request(Prompt(ids[:0], (), ids), engine.memory, method, options.room)
-    [(prefill, step)] = prefilled(engine, [request], moved)
+    [(prefill, step)] = inspect_prompts(engine, [request], moved)
     away = config.num_layers - options.device_layers
     row = config.kv_bytes_per_token // (2 * config.num_layers * config.num_kv_heads)
     of_v = away * tokens * row * config.num_kv_heads

@@ -50,10 +50,10 @@ class ReuseOptions:
 
 def run(options: ReuseOptions) -> Result:
     """Rows of engine and context, JSON-able."""
-    texts, rows, subject = _texts(options.data), list[dict[str, Any]](), {}
+    texts, rows, named = _texts(options.data), list[dict[str, Any]](), {}
     for engine in options.engines.split(","):
         model = load_model(options.model, engine=engine, cache_tokens=_cells(options))
-        subject = described(Path(options.model).name, model, model.prompt_format())
+        named = described(Path(options.model).name, model, model.prompt_format())
         with (
             tempfile.TemporaryDirectory() as folder,
             KnowledgeBase.open(
@@ -68,8 +68,8 @@ def run(options: ReuseOptions) -> Result:
             model.backend.process.close()
             for row in rows:
                 for name, flash in (("plain_ms", -1), ("plain_without_flash_ms", 0)):
-                    row[name] = _plain(options.model, row["tokens"], options.tokens, flash)
-    return {"method": options.method, "model": subject, "rows": rows, **describe()}
+                    row[name] = _plain(options.model, _tokens(row), options.tokens, flash)
+    return dict(describe(), method=options.method, repeats=options.repeats, model=named, rows=rows)
 
 
 def _cells(options: ReuseOptions) -> int:
@@ -88,15 +88,14 @@ def _measured(
     """First tokens in seconds, medians over the orders, of which the first one warms up."""
     model = kb.model
     assert model is not None
-    documents, count = list[str](), 0
+    documents, given_tokens = list[str](), 0
     for text in texts:
         size = len(model.text_tokenizer().encode(text))
-        if count + size > context - _ROOM // 2:
+        if given_tokens + size > context - _ROOM // 2:
             break
         documents.append(text)
-        count += size
+        given_tokens += size
     found: dict[str, list[float]] = {"full": [], "memory": [], "disk": [], "token": []}
-    tokens = 0
     for repeat in range(options.repeats + 1):
         order = documents.copy()
         random.Random(repeat).shuffle(order)
@@ -111,20 +110,22 @@ def _measured(
         full = ask("full_attention", 1)
         engine_of(model).forget()
         disk, memory = ask(options.method, 1), ask(options.method, options.tokens)
-        tokens = sum(memory.counts[it] for it in ("reused", "encoded")) + len(memory.token_ids)
+        chunk_tokens = memory.counts["reused"] + memory.counts["encoded"]
+        answer_tokens = len(memory.token_ids)
         if repeat:  # all chunks are stored, and programs compiled
             assert not disk.counts["encoded"] and not memory.counts["encoded"]
             for name, result in (("full", full), ("disk", disk), ("memory", memory)):
                 found[name].append(result.timings["ttft"])
-            count = len(memory.token_ids)
-            steps = count - (memory.finish_reason == "length")  # the end of an answer is one more
-            found["token"].append(memory.timings["per_token"] * (count - 1) / steps)
+            # The end of an answer is one step more.
+            steps = answer_tokens - (memory.finish_reason == "length")
+            found["token"].append(memory.timings["per_token"] * (answer_tokens - 1) / steps)
     medians = {name: statistics.median(values) for name, values in found.items()}
     return {
         "engine": engine,
         "context": context,
         "passages": len(documents),
-        "tokens": tokens,
+        "chunk_tokens": chunk_tokens,
+        "answer_tokens": answer_tokens,
         **{f"{name}_seconds": medians[name] for name in ("full", "disk", "memory")},
         "full_over_disk": medians["full"] / medians["disk"],
         "full_over_memory": medians["full"] / medians["memory"],
@@ -142,6 +143,11 @@ def _plain(path: str, prompt: int, tokens: int, flash: int) -> float:
     return float(1e3 * json.loads(ran.stdout.splitlines()[-1])["seconds"] / tokens)
 
 
+def _tokens(row: dict[str, Any]) -> int:
+    """Of chunks and answer; earlier results have their sum alone."""
+    return int(row["tokens"] if "tokens" in row else row["chunk_tokens"] + row["answer_tokens"])
+
+
 def _told(row: dict[str, Any]) -> str:
     plain = row.get("plain_ms"), row.get("plain_without_flash_ms")
     return "" if None in plain else ", plain {:.1f}, without flash attention {:.1f}".format(*plain)
@@ -149,12 +155,11 @@ def _told(row: dict[str, Any]) -> str:
 
 def report(result: Result) -> list[str]:
     """A line for each row."""
-    line = (
-        "{engine:18} {tokens:5} tokens  full {full_seconds:6.2f} s  from disk {disk_seconds:.3f} s"
-    )
-    line += " ({full_over_disk:.1f}x)  from memory {memory_seconds:.3f} s ({full_over_memory:.1f}x)"
+    line = "{engine:18} {tokens:5} tokens in all  full {full_seconds:6.2f} s"
+    line += "  from disk {disk_seconds:.3f} s ({full_over_disk:.1f}x)"
+    line += "  from memory {memory_seconds:.3f} s ({full_over_memory:.1f}x)"
     line += "  a token {token_ms:.1f} ms"
-    return [line.format(**row) + _told(row) for row in result["rows"]]
+    return [line.format(**row | {"tokens": _tokens(row)}) + _told(row) for row in result["rows"]]
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class Study:
         for made in native.encode(encoder, native.missing(encoder, wanted)):
             for encoding in encodings.values():
                 key = encoding.key(encoder, made.chunk.ids)
-                dataclasses.replace(made, key=key).put(encoding.held.put)
+                encoding.held.put(**dataclasses.replace(made, key=key).for_store())
         for encoding in encodings.values():
             encoding.keep_prefix()
 

@@ -64,7 +64,7 @@ def key_mass(
     live = (slot_position != _HIDDEN).reshape(batch, -1, size).any((0, 2))
 
     at = jnp.maximum(query_position, 0)
-    q = rotary.turn(q, at)
+    q = rotary.rotate_by(q, at)
     block = min(QUERIES, q.shape[1])
     q = pad_to(q, 1, block).reshape(batch, -1, block, num_kv_heads, group_size, dim)
     q = q.transpose(1, 0, 3, 4, 2, 5).reshape(q.shape[1], batch, num_kv_heads, -1, dim)
@@ -77,7 +77,7 @@ def key_mass(
     def scores_of(q_i: Array, q_pos: Array, j: Array) -> tuple[Array, Array]:
         """Scores [B, K, R, p, page] of a query block with a tile of p pages, and who is seen."""
         turn = part(offsets, j, pages_per_tile)[:, :, None, None]
-        keys = rotary.turn_either_way(k_pool[part(pages, j, pages_per_tile)], turn)
+        keys = rotary.rotate_either_way(k_pool[part(pages, j, pages_per_tile)], turn)
         slots = part(slot_position, j, size).reshape(batch, 1, 1, pages_per_tile, page)
         q_pos = q_pos[:, None, :, None, None]
         see = (slots != _HIDDEN) & (q_pos >= 0)

@@ -97,13 +97,13 @@ class Rotary:
     sin: Array
     interleaved: bool = dataclasses.field(metadata={"static": True})
 
-    def turn(self, x: Array, by: Array) -> Array:
+    def rotate_by(self, x: Array, by: Array) -> Array:
         """Rotate x [..., H] by ``by`` >= 0, int32 of x's leading dimensions."""
         axes = tuple(range(by.ndim, x.ndim - 1))
         cos, sin = (jnp.expand_dims(table[by], axes) for table in (self.cos, self.sin))
         return rotate(x, cos, sin, interleaved=self.interleaved)
 
-    def turn_either_way(self, x: Array, by: Array) -> Array:
+    def rotate_either_way(self, x: Array, by: Array) -> Array:
         """Rotate x [..., H] by ``by``, int32 broadcastable to x's dimensions but the last."""
         angle = jnp.abs(by)
         cos, sin = self.cos[angle], jnp.sign(by)[..., None] * self.sin[angle]
@@ -115,7 +115,7 @@ class Rotary:
 class Placed:
     """In the place of ``Rotary``: queries and keys that stand where they belong are not turned."""
 
-    def turn(self, x: Array, by: Array) -> Array:
+    def rotate_by(self, x: Array, by: Array) -> Array:
         """x itself."""
         return x
 

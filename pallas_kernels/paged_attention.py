@@ -113,12 +113,12 @@ def paged_attention(
 
     def keys_in_place(j: Array) -> tuple[Array, Array]:
         keys, values, at = gather(j)  # [B, pages_per_tile, page, K, H] twice, offsets
-        keys = lax.cond((at != 0).any(), lambda x: rotary.turn(x, at), lambda x: x, keys)
+        keys = lax.cond((at != 0).any(), lambda x: rotary.rotate_by(x, at), lambda x: x, keys)
         return keys, values
 
     def rotated_queries(turn: Array) -> Array:
         """Queries [B, T, N, H] turned by [B, T] positions, as tiles [B, K, I, R, H]."""
-        return split_queries(rotary.turn(q, jnp.maximum(turn, 0)), num_kv_heads, tile)
+        return split_queries(rotary.rotate_by(q, jnp.maximum(turn, 0)), num_kv_heads, tile)
 
     def visible(i: Array, j: Array) -> Array:
         q_pos = lax.dynamic_slice_in_dim(query_position, i * tile, tile, 1)[:, :, None]

@@ -108,7 +108,7 @@ def _attend_live(
     # [B, 1, N, K * H] that are zero but for the columns of their own: the zeros cost less.
     apart = kv_heads * dim >= _APART
     at_once, by = in_two(scale)
-    placed = rotary.turn(q, jnp.maximum(query_position, 0))
+    placed = rotary.rotate_by(q, jnp.maximum(query_position, 0))
     placed = placed.reshape(batch, kv_heads, group, dim)
     if not apart:
         own = jnp.eye(kv_heads, dtype=q.dtype)[:, None, :, None]
@@ -128,7 +128,7 @@ def _attend_live(
         else:
             keys, values = pool.k[which], pool.v[which]
             valid = shown.reshape(-1, per_tile, page, 1, 1)
-        keys = lax.cond((turn != 0).any(), lambda x: rotary.turn(x, turn), lambda x: x, keys)
+        keys = lax.cond((turn != 0).any(), lambda x: rotary.rotate_by(x, turn), lambda x: x, keys)
         # A hidden slot may hold anything, NaN included; weight 0 times NaN would still be NaN.
         values = jnp.where(valid, values, 0)
         keys, values = (

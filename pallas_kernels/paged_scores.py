@@ -57,7 +57,7 @@ def paged_scores(
     def tile(j: Array) -> Array:
         turn = jnp.maximum(query_position[:, None] - part(offsets, j, pages_per_tile), 0)
         every = jnp.broadcast_to(q[:, None], (batch, pages_per_tile, num_heads, dim))
-        turned = rotary.turn(every, turn)
+        turned = rotary.rotate_by(every, turn)
         turned = turned.reshape(batch, pages_per_tile, num_kv_heads, group, dim)
         keys = k_pool[part(pages, j, pages_per_tile)]
         scores = jnp.einsum("bpkgh,bpskh->bkgps", turned, keys, preferred_element_type=jnp.float32)

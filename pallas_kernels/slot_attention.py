@@ -43,10 +43,10 @@ def slot_scores(
       [B, K, G, n] float32, -inf where ``see`` is false. Rotated and multiplied in float32.
     """
     num_kv_heads = k_pool.shape[2]
-    turned = rotary.turn(q.astype(jnp.float32), query_turn)
+    turned = rotary.rotate_by(q.astype(jnp.float32), query_turn)
     turned = turned.reshape(q.shape[0], num_kv_heads, -1, q.shape[-1])  # [B, K, G, H]
     keys = _rows(k_pool, pages, slots).astype(jnp.float32)  # [B, K, G', n, H]
-    keys = rotary.turn_either_way(keys, jnp.broadcast_to(key_turn, slots.shape))
+    keys = rotary.rotate_either_way(keys, jnp.broadcast_to(key_turn, slots.shape))
     if keys.shape[2] == 1:
         scores = jnp.einsum("bkgh,bknh->bkgn", turned, keys[:, :, 0])
     else:

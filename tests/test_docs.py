@@ -290,7 +290,7 @@ def test_the_floors_are_drawn_as_they_are():
     ]
 
 
-@pytest.mark.parametrize("what", ["A question", "A document", "A training sample"])
+@pytest.mark.parametrize("what", ["A question", "A document", "A chat", "A training sample"])
 def test_a_walk_leads_down_and_climbs_back_at_most_once(what):
     floor = {name: number for number, row in enumerate(floors()) for name in row}
     way, asked = [], []

@@ -224,7 +224,7 @@ def _tell_default(model: "Model") -> None:
     from jaxrag.reuse.methods import default_choice
 
     chosen = default_choice(model.config, model.reading)
-    if chosen.method.recomputes or chosen.method.reads_primed:
+    if chosen.method.recomputes or chosen.method.sees_primer:
         note(
             "nothing says that this model was trained to read chunks apart, so they get "
             f"{' and '.join(chosen.encoders)} KV, and `jaxrag ask` takes {chosen.method.name}"

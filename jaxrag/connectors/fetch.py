@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from jaxrag.base.config import RopeConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, JaxragError, StoreError
 from jaxrag.connectors.plan import PartsPlan
+from jaxrag.connectors.rotation import place, rope_table
 from jaxrag.connectors.settings import ConnectorSettings
-from jaxrag.connectors.turn import place, rope_table
 from jaxrag.kv.store.base import KVStore
 
 _HANGING = 8  # reads beyond their deadline at once: no further one is begun

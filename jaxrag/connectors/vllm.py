@@ -36,8 +36,8 @@ from jaxrag.connectors.fetch import Fetches, SharedArray, reason_of
 from jaxrag.connectors.manifest import Manifest, Watched, weights_of
 from jaxrag.connectors.plan import PartsPlan, Planner, spans_of
 from jaxrag.connectors.prompt_log import PromptLog
+from jaxrag.connectors.rotation import rope_table
 from jaxrag.connectors.settings import ConnectorSettings, verdict
-from jaxrag.connectors.turn import rope_table
 from jaxrag.kv.store import ChunkStore
 from jaxrag.kv.store.layout import HeadShare, KVLayout
 

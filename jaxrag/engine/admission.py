@@ -58,18 +58,18 @@ class SchedulerSettings:
 
 def admission(sequence: Sequence) -> tuple[int, int]:
     """Sorts admitted requests: the better class first, then as they were admitted."""
-    assert sequence.turn is not None
-    return sequence.request.priority, sequence.turn[1]
+    assert sequence.start_tag is not None
+    return sequence.request.priority, sequence.start_tag[1]
 
 
-def turn(sequence: Sequence) -> tuple[int, float, int]:
-    """Sorts those who are ready for a row: the better class first, then by their turns."""
-    assert sequence.turn is not None
-    return sequence.request.priority, *sequence.turn
+def row_order(sequence: Sequence) -> tuple[int, float, int]:
+    """Sorts those who are ready for a row: the better class first, then by their start tags."""
+    assert sequence.start_tag is not None
+    return sequence.request.priority, *sequence.start_tag
 
 
-class Turns:
-    """Whose turn for a row it is: start-time fair queueing over tenants.
+class FairStart:
+    """Who gets a row next: start-time fair queueing over tenants.
 
     A tenant that has many requests admitted does not keep another's from the next row that is free:
     each begins where its tenant's last one would have ended, and none before what was begun last.
@@ -78,24 +78,24 @@ class Turns:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._ends: dict[str, float] = {}  # of every tenant's last request
-        self._now = 0.0  # the turn of the last who began
+        self._now = 0.0  # the start tag of the last who began
         self._admitted = itertools.count()
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a request its turn."""
+        """Give a request its start tag."""
         start = max(self._now, self._ends.get(sequence.request.tenant, 0.0))
-        sequence.turn = start, next(self._admitted)
+        sequence.start_tag = start, next(self._admitted)
         self._ends[sequence.request.tenant] = start
         self.charge(sequence.request.tenant, sequence.cost)
 
     def charge(self, tenant: str, amount: float) -> None:
-        """What a tenant was served puts off its next turns."""
+        """What a tenant was served puts off its next requests."""
         self._ends[tenant] += amount / self._weights.get(tenant, 1.0)
 
     def begin(self, sequence: Sequence) -> None:
         """It gets its row."""
-        assert sequence.turn is not None
-        self._now = max(self._now, sequence.turn[0])
+        assert sequence.start_tag is not None
+        self._now = max(self._now, sequence.start_tag[0])
 
 
 class Seats:
@@ -137,7 +137,7 @@ class Seats:
 
     def row_of(self, sequence: Sequence) -> int | None:
         """The row that it has."""
-        return next((row for row, it in self.held.items() if it is sequence), None)
+        return next((row for row, holder in self.held.items() if holder is sequence), None)
 
     def leave(self, sequence: Sequence) -> None:
         """It gives its row back, or no longer wants one."""
@@ -205,7 +205,7 @@ class Queue:
             self.service[tenant] = max(self.service.get(tenant, 0.0), least)
         self.waiting[tenant] += 1
         self.tokens += sequence.num_tokens
-        if sequence.turn is None:
+        if sequence.start_tag is None:
             row.tenants.setdefault(tenant, OrderedDict())[sequence.number] = sequence
         else:
             insort(row.returned, sequence, key=admission)
@@ -213,7 +213,7 @@ class Queue:
     def remove(self, sequence: Sequence) -> None:
         """It is admitted, or will never be."""
         tenant, row = sequence.request.tenant, self._classes[sequence.request.priority]
-        if sequence.turn is None:
+        if sequence.start_tag is None:
             del row.tenants[tenant][sequence.number]
             if not row.tenants[tenant]:
                 del row.tenants[tenant]
@@ -231,7 +231,7 @@ class Queue:
     def block(self, sequence: Sequence, now: float) -> None:
         """It is first and does not fit: from now on it stays ahead of other tenants' requests."""
         self.blocked.setdefault(sequence, (now, 0))
-        if sequence.turn is None:
+        if sequence.start_tag is None:
             self._classes[sequence.request.priority].head = sequence
 
     def passed(self, sequence: Sequence) -> None:
@@ -256,11 +256,11 @@ class Queue:
     def heads(self) -> list[Sequence]:
         """The first of every class that has some."""
         firsts = (next(self._look(row), None) for row in self._classes)
-        return [it for it in firsts if it is not None]
+        return [sequence for sequence in firsts if sequence is not None]
 
     def __contains__(self, sequence: Sequence) -> bool:
         row = self._classes[sequence.request.priority]
-        if sequence.turn is not None:
+        if sequence.start_tag is not None:
             return sequence in row.returned
         return sequence.number in row.tenants.get(sequence.request.tenant, ())
 
@@ -276,18 +276,18 @@ class Queue:
         if not tenants:
             return
 
-        def turn(name: str) -> tuple[float, int]:
+        def least_served(name: str) -> tuple[float, int]:
             return self.service[name], next(iter(tenants[name].values())).number
 
         head = row.head
         if head is None:
-            head = next(iter(tenants[min(tenants, key=turn)].values()))
+            head = next(iter(tenants[min(tenants, key=least_served)].values()))
         yield head
         first = [
             itertools.islice(tenants[tenant].values(), self._settings.max_bypass + 1)
-            for tenant in sorted(tenants, key=turn)
+            for tenant in sorted(tenants, key=least_served)
         ]
         behind = (
-            it for rank in itertools.zip_longest(*first) for it in rank if it not in (None, head)
+            seq for rank in itertools.zip_longest(*first) for seq in rank if seq not in (None, head)
         )
         yield from itertools.islice(behind, self._settings.max_bypass)

@@ -70,14 +70,14 @@ class Core:
         )
         self._new: list[Sequence] = []
         self._transfers = Transfers(self.state, self._fail)
-        self._batches = DecodeBatches(self.state, self._took, self._release)
+        self._batches = DecodeBatches(self.state, self._on_tokens, self._release)
         self._prefills = PrefillQueue(
             self.state, self._batches.join, self._batches.put_back, self._release
         )
         self._jobs: deque[tuple[Callable[[ModelRunner], Any], Future[Any]]] = deque()
         self._spare: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._spare_due = 0.0
-        self._given = 0.0  # service, at the last turn
+        self._given = 0.0  # service, at the last iteration
 
     # From clients.
 
@@ -157,15 +157,15 @@ class Core:
         except Broken as broken:
             self._recover(broken)
 
-    def run_once(self) -> bool:
-        """One turn of the loop; False where nothing could be done before the next event."""
+    def run_iteration(self) -> bool:
+        """Once round the loop; False where nothing could be done before the next event."""
         try:
-            return self._turn()
+            return self._iterate()
         except Broken as broken:
             self._recover(broken)
             return True
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         state, was = self.state, self._batches.busy
         self._batches.deliver_blocks()
         now = state.moment()
@@ -197,21 +197,21 @@ class Core:
         placed = self._transfers.place()
         encoded = self._transfers.encode_some()
         self._make_room(now)
-        prefilled = self._prefills.run()
-        self._batches.turn()
+        prefilled = self._prefills.run_pieces()
+        self._batches.step_and_deliver()
         moved = bool(was or admitted or placed or encoded or prefilled or self._batches.busy)
         return self._run_spare(moved) or moved
 
     def digest(self) -> int:
-        """Of who is served and how far: equal where processes made equal turns."""
-        live = [(it.number, len(it.tokens), it.tokens[-1:]) for it in self.state.live.values()]
+        """Of who is served and how far: equal where processes made equal iterations."""
+        live = [(seq.number, len(seq.tokens), seq.tokens[-1:]) for seq in self.state.live.values()]
         free = self.state.runner.cache.allocator.num_free
         return zlib.crc32(repr((live, free)).encode())
 
     def patience(self) -> float | None:
         """Seconds until something is due without an event; None: nothing is."""
         dues = (self.state.scheduler.next_deadline(), self._transfers.next_deadline())
-        due = min((it for it in dues if it is not None), default=None)
+        due = min((moment for moment in dues if moment is not None), default=None)
         return None if due is None else max(due - self.state.clock(), 0.001)
 
     def _prefetch_waiting(self) -> None:
@@ -254,7 +254,7 @@ class Core:
 
     # Ends.
 
-    def _took(
+    def _on_tokens(
         self, sequence: Sequence, ids: list[int], probability: list[float], top: list[Top]
     ) -> None:
         """Hand new tokens to the client."""
@@ -396,7 +396,7 @@ class Core:
         A request that took part in two broken steps, alone in the second, fails.
         """
         error = broken.error
-        suspects = [it for it in dict.fromkeys(broken.suspects) if not self.state.ended(it)]
+        suspects = [seq for seq in dict.fromkeys(broken.suspects) if not self.state.ended(seq)]
         if isinstance(error, JaxragError) and not (broken.shared or self.state.runner.cache.lost):
             for sequence in suspects:
                 self._fail(sequence, error)

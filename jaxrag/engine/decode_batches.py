@@ -42,11 +42,11 @@ class DecodeBatches:
     def __init__(
         self,
         state: State,
-        took: Callable[[Sequence, list[int], list[float], list[Top]], None],
+        on_tokens: Callable[[Sequence, list[int], list[float], list[Top]], None],
         release: Callable[[Sequence], None],
     ) -> None:
-        """``took`` gets new tokens; ``release`` a request that ended, once nothing runs it."""
-        self._state, self._took, self._release = state, took, release
+        """``on_tokens`` gets new tokens; ``release`` a request that ended, once nothing runs it."""
+        self._state, self._on_tokens, self._release = state, on_tokens, release
         self._batches: dict[BatchKey, DecodeBatch] = {}
         self._rows: dict[BatchKey, list[Sequence | None]] = {}
         self._left: dict[BatchKey, set[int]] = defaultdict(
@@ -91,7 +91,7 @@ class DecodeBatches:
             return
         key, every = joining[0].batch, [request or joining[0] for request in requests]
         if key is None:
-            asks = any(it.request.sampling.processes for it in every)
+            asks = any(request.request.sampling.processes for request in every)
             vocab_size = self._state.runner.model.config.vocab_size if asks else None
             first = sample_first(logits, sampling_rows(every, len(logits), vocab_size))
         else:
@@ -141,7 +141,7 @@ class DecodeBatches:
 
     def runs(self, sequence: Sequence) -> bool:
         """Is a step in flight that a request takes part in?"""
-        return any(it is sequence for ticket in self._in_flight for _, it, _ in ticket.rows)
+        return any(other is sequence for ticket in self._in_flight for _, other, _ in ticket.rows)
 
     @property
     def _begun(self) -> Counter[int]:
@@ -166,18 +166,18 @@ class DecodeBatches:
                     batch.allow(guided)
                 if left := self._left.pop(key, None):
                     batch.leave(left)
-                new = batch.step(block, any(it.request.sampling.processes for _, it, _ in active))
+                new = batch.step(block, any(seq.request.sampling.processes for _, seq, _ in active))
             except Exception as error:
-                raise Broken(error, [it for _, it, _ in active]) from error
+                raise Broken(error, [seq for _, seq, _ in active]) from error
             running = [(row, sequence, min(block, left)) for row, sequence, left in active]
             self._in_flight.append(_Ticket(self._state.epoch, new, block, running))
 
-    def turn(self) -> None:
+    def step_and_deliver(self) -> None:
         """Dispatch the next steps, then read what was in flight before them."""
         batches = self._batches.items()
         if any(not batch.compiled and self._active(self._rows[key]) for key, batch in batches):
             self._deliver_first()  # no client is to wait for the program of the second token
-        if any(it.matcher for its in self._rows.values() for _, it, _ in self._active(its)):
+        if any(seq.matcher for its in self._rows.values() for _, seq, _ in self._active(its)):
             self.deliver()  # what may come next depends on it
         before = len(self._in_flight)
         self.step()
@@ -212,7 +212,7 @@ class DecodeBatches:
                 if self._state.ended(sequence) or epoch != self._state.epoch:
                     continue
                 sequence.moments.setdefault("first", self._state.clock())
-                self._took(sequence, *_drawn_for(drawn, sequence, (slice(at, at + 1),)))
+                self._on_tokens(sequence, *_drawn_for(drawn, sequence, (slice(at, at + 1),)))
 
     def _deliver_steps(self, count: int) -> None:
         for ticket in self._in_flight[:count]:
@@ -225,7 +225,7 @@ class DecodeBatches:
                     return
                 row, sequence, new = ticket.rows.pop(0)
                 if not self._state.ended(sequence):
-                    self._took(sequence, *_drawn_for(drawn, sequence, (row, slice(new))))
+                    self._on_tokens(sequence, *_drawn_for(drawn, sequence, (row, slice(new))))
                 elif not self.runs(sequence):
                     self._release(sequence)
             if ticket.epoch == self._state.epoch:
@@ -256,11 +256,11 @@ class DecodeBatches:
         return self._batches[key]
 
     def _await(self, compiled: list[Future[Compiled]]) -> None:
-        if not all(it.done() for it in compiled):
+        if not all(program.done() for program in compiled):
             with self._state.compile_times.waiting():
                 wait(compiled)
-        for it in compiled:
-            it.result()
+        for program in compiled:
+            program.result()
 
     def _active(self, rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence, int]]:
         """Rows with tokens to run, whose they are, and how many."""
@@ -271,7 +271,7 @@ class DecodeBatches:
 
     def _block(self, key: BatchKey, active: abc.Sequence[tuple[int, Sequence, int]]) -> int:
         """Tokens of the next step: many where no client watches and none could join before."""
-        if any(it.request.watched or it.matcher for _, it, _ in active):
+        if any(sequence.request.watched or sequence.matcher for _, sequence, _ in active):
             return 1
         if max(left for *_, left in active) == 1:
             return 1

@@ -111,7 +111,7 @@ class DecodeBatch:
         """The rows of requests before their first token, on the host, padded to ``count``."""
         pad = count - len(sequences)
         position = [sequence.next_position for sequence in sequences]
-        last = [p + it.request.room - 1 for p, it in zip(position, sequences, strict=True)]
+        last = [p + seq.request.room - 1 for p, seq in zip(position, sequences, strict=True)]
         slot = [sequence.next_slot for sequence in sequences]
         zeros = np.zeros(count, np.int32)
         position_, last_, slot_ = (
@@ -164,7 +164,8 @@ class DecodeBatch:
         self.compiled = True
         if not processes:
             self._rows = with_processors(self._rows, None)
-        self._rows, self._decoding, new = self._runner.cache.run(run_steps, *self._arguments(block))
+        arguments = self._arguments(block)
+        self._rows, self._decoding, new = self._runner.cache.update(run_steps, *arguments)
         return new
 
     def allow(self, rows: Mapping[int, HostArray]) -> None:
@@ -296,7 +297,7 @@ def _rejoin(
     rows: BatchRows, row: Array, before: BatchRows, pages: Array, offsets: Array
 ) -> BatchRows:
     joining = before.replace(table=before.table.replace(pages=pages, offsets=offsets))
-    return jax.tree.map(lambda all_, one: all_.at[row].set(one), rows, joining)
+    return jax.tree.map(lambda all_, new: all_.at[row].set(new), rows, joining)
 
 
 @jax.jit
@@ -317,17 +318,17 @@ def _leave(rows: BatchRows, gone: Array) -> BatchRows:
 
 
 @functools.partial(jax.jit, static_argnames=("rows",))
-def _empty_decoding(one: Decoding, rows: int) -> Decoding:
+def _empty_decoding(row: Decoding, rows: int) -> Decoding:
     """As many rows as that, all of them as the one."""
     return Decoding(
-        order=jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), one.order),
-        state=jax.tree.map(lambda x: jnp.repeat(x, rows, axis=1), one.state),
+        order=jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), row.order),
+        state=jax.tree.map(lambda x: jnp.repeat(x, rows, axis=1), row.state),
     )
 
 
 @functools.partial(jax.jit, donate_argnames=("decoding",))
-def _put_decoding(decoding: Decoding, row: Array, one: Decoding) -> Decoding:
+def _put_decoding(decoding: Decoding, row: Array, new: Decoding) -> Decoding:
     return Decoding(
-        order=jax.tree.map(lambda x, y: x.at[row].set(y[0]), decoding.order, one.order),
-        state=jax.tree.map(lambda x, y: x.at[:, row].set(y[:, 0]), decoding.state, one.state),
+        order=jax.tree.map(lambda x, y: x.at[row].set(y[0]), decoding.order, new.order),
+        state=jax.tree.map(lambda x, y: x.at[:, row].set(y[:, 0]), decoding.state, new.state),
     )

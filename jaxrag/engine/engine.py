@@ -1,6 +1,5 @@
 """The engine of a model: requests of token ids in, from any thread, and their tokens out."""
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -11,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter, abc, deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 
 from jax.stages import Lowered
@@ -62,7 +61,7 @@ class Engine:
       runner: the model on its device, with the page pool; run things on it by ``call``.
       compiled: how many programs its thread compiled, or read from the disk, by function.
       compile_times: when it did.
-      turns: how often its thread went round and found something to do.
+      iterations: how often its thread went round and found something to do.
     """
 
     def __init__(
@@ -74,36 +73,33 @@ class Engine:
         several = len(processes_of(model.mesh)) > 1
         settings = settings or EngineSettings()
         self.settings = dataclasses.replace(settings, lockstep=several or settings.lockstep)
-        ours = model.backend is None
-        make = ModelRunner if ours else RowRunner
-        self.runner = make(model, self.settings.half_life)
-        self._make_core = Core if ours else RowCore
-        self._sequence_of = sequence_of if ours else row_sequence
+        make_runner = ModelRunner if model.backend is None else RowRunner
+        self.runner = make_runner(model, self.settings.half_life)
         self.compiled = Counter[str]()
-        self.turns = 0
+        self.iterations = 0
         self._clock = clock
         self._numbers = itertools.count()
         self._making = threading.Lock()
         self._memory: MemoryStore | None = None
         self._core: Core | None = None
         self._lost = 0  # pools, of cores that are gone
-        served = functools.partial(_serve, weakref.ref(self))
+        served = functools.partial(_serve_while_alive, weakref.ref(self))
         self._mail = Mailbox("jaxrag-engine", served, clock)
         self.compile_times = CompileTimes(self._mail.moved)
         self._leader: Leader | None = None
 
     def lead(self, leader: Leader) -> None:
-        """Send every turn from now on to the other processes of the model, which ``follow``."""
+        """Send every iteration from now on to the model's other processes, which ``follow``."""
         self._leader = leader
         collectives_by(self._mail.mine)
         leader.on_lost(self._abandon)
         leader.on_loaded(self._all_loaded)
         # The pool is made by all at once.
-        ask(self._mail.post, lambda: self._at_work.report_loads(leader.loaded))
+        ask(self._mail.post, lambda: self._running_core.report_loads(leader.loaded))
 
     @property
     def leads(self) -> bool:
-        """Do other processes make its turns, too?"""
+        """Do other processes make its iterations, too?"""
         return self._leader is not None
 
     @property
@@ -152,14 +148,14 @@ class Engine:
         """As ``add``, for requests that come at one moment."""
         if self.lost is not None:
             raise self.lost
-        made = [self._entered(request, self._heard(sink)) for request, sink in asked]
+        made = [self._new_sequence(request, self._client_sink(sink)) for request, sink in asked]
         if self._leader is None:
             _ = self.runner.cache  # the first request is refused where the pool has no room
 
         def event() -> None:
             for sequence in made:
                 try:
-                    self._at_work.submit(sequence)
+                    self._running_core.submit(sequence)
                 except Exception as error:
                     sequence.sink(Progress(sequence.number, error=error))
 
@@ -169,14 +165,14 @@ class Engine:
     def abort(self, number: int) -> None:
         """Nothing more is wanted of a request; its client gets ``Cancelled`` if it still runs."""
         with contextlib.suppress(RuntimeError):  # closed: there is nothing to abort
-            self._post(lambda: self._at_work.abort(number), [Abort(number)])
+            self._post(lambda: self._running_core.abort(number), [Abort(number)])
 
     def stop(self, number: int) -> None:
         """No more tokens are wanted of a request; its outcome comes as if it had ended.
 
         Before its first token, and while it begins again, that is to abort it.
         """
-        self._post(lambda: self._at_work.stop(number), [Stop(number)])
+        self._post(lambda: self._running_core.stop(number), [Stop(number)])
 
     def call[Result](self, job: Callable[[ModelRunner], Result]) -> Result:
         """Run a job that has the pool to itself, between two steps, and wait for its result."""
@@ -185,7 +181,7 @@ class Engine:
         self._check_alone()
         _ = self.runner.cache
         future: Future[Result] = Future()
-        return self._queued(lambda: self._at_work.queue(job, future), future)
+        return self._queued(lambda: self._running_core.queue(job, future), future)
 
     def spare[Result](self, job: Callable[[], Result]) -> Result:
         """Run a job that needs no pool while others are served, and wait for its result.
@@ -197,7 +193,7 @@ class Engine:
             return job()
         self._check_alone()
         future: Future[Result] = Future()
-        return self._queued(lambda: self._at_work.queue_spare(job, future), future)
+        return self._queued(lambda: self._running_core.queue_spare(job, future), future)
 
     def _queued[Result](self, begin: Callable[[], None], future: "Future[Result]") -> Result:
         def event() -> None:
@@ -214,7 +210,7 @@ class Engine:
 
     def forget(self) -> None:
         """Empty the pool and the arena: chunks are read when they are next asked for."""
-        ask(lambda event: self._post(event, [Forget()]), lambda: self._at_work.forget())
+        ask(lambda event: self._post(event, [Forget()]), lambda: self._running_core.forget())
 
     def drop(self, keys: abc.Sequence[str]) -> None:
         """Let the KV of chunks leave the pool and the arena, where no request reads it now.
@@ -223,7 +219,7 @@ class Engine:
         """
         self._check_alone()
         if self._core is not None:
-            ask(self._mail.post, lambda: self._at_work.drop(keys))
+            ask(self._mail.post, lambda: self._running_core.drop(keys))
 
     def tiers(self) -> Tiers | None:
         """Where chunk KV came from, and lies now; None before the first request."""
@@ -250,7 +246,7 @@ class Engine:
 
     @property
     def silence(self) -> float:
-        """Seconds for which its thread has been at one turn of its loop; 0 while it waits.
+        """Seconds for which its thread has been at one iteration of its loop; 0 while it waits.
 
         While it compiles, or waits for what is compiled, they are 0, and begin anew behind that. A
         long job counts; one that never ends is a thread that is stuck.
@@ -301,23 +297,23 @@ class Engine:
     ) -> int:
         """Compile the large programs of requests like these; how many. Runs nothing.
 
-        Each is traced by the engine's thread, between two of its turns, and compiled by another.
+        Each is traced by the engine's thread, between two iterations, and compiled by another.
 
         Args:
           requests: of the shapes that will come.
           at_a_time: programs that are compiled; None: as many as there are processors.
           done: called as those of each request are there.
         """
-        places: dict[abc.Hashable, int] = {}
+        places: dict[Hashable, int] = {}
         needed: list[list[int]] = []
 
         def traced() -> Iterator[Lowered]:
             for request in requests if self._leader is None and self.runner.compiles else ():
-                found = self.spare(
+                programs = self.spare(
                     functools.partial(programs_of, self.runner, self.settings, request)
                 )
-                new = [it for name, it in found.items() if name not in places]
-                needed.append([places.setdefault(name, len(places)) for name in found])
+                new = [program for name, program in programs.items() if name not in places]
+                needed.append([places.setdefault(name, len(places)) for name in programs])
                 yield from new
 
         compiled = compile_beside(traced(), at_a_time)
@@ -361,51 +357,28 @@ class Engine:
             for number in left:
                 self.abort(number)
 
-    async def stream(self, request: Request) -> AsyncIterator[Progress]:
-        """Serve a request; its progress as it comes. Leaving the iteration aborts it.
-
-        Raises what ``Progress.error`` would hold.
-        """
-        loop = asyncio.get_running_loop()
-        news: asyncio.Queue[Progress] = asyncio.Queue()
-
-        def sink(progress: Progress) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, progress)
-
-        number, ended = self.add(request, sink), False
-        try:
-            while not ended:
-                progress = await news.get()
-                ended = progress.last
-                if progress.error is not None:
-                    raise progress.error
-                yield progress
-        finally:
-            if not ended:
-                self.abort(number)
-
     def follow(self, follower: Follower) -> None:
-        """Make the leader's turns, until it ends; on this thread, which calls what is compiled.
+        """Make the leader's iterations, until it ends; this thread calls what is compiled.
 
-        Raises what a turn raises: this process can make no other then.
+        Raises what an iteration raises: this process can make no other then.
         """
         with counting(self.compiled, self.compile_times):
-            core = self._at_work
+            core = self._running_core
             core.report_loads(follower.loaded)
-            for turn in follower.turns():
-                core.state.now = turn.now
-                for command in turn.commands:
+            for iteration in follower.iterations():
+                core.state.now = iteration.now
+                for command in iteration.commands:
                     self._carry_out(core, command)
-                if turn.rests:
+                if iteration.rests:
                     core.rest()
                 else:
-                    self.turns += core.run_once()
-                    follower.done(turn.number, core.digest())
+                    self.iterations += core.run_iteration()
+                    follower.done(iteration.number, core.digest())
 
     def _carry_out(self, core: Core, command: Command) -> None:
         """What the leader's client asked for; the leader alone answers."""
         if isinstance(command, Submit):
-            made = self._entered(command.request, unheard, command.number, command.added)
+            made = self._new_sequence(command.request, unheard, command.number, command.added)
             core.handle(lambda: core.submit(made))
         elif isinstance(command, Forget):
             core.handle(core.forget)
@@ -421,7 +394,7 @@ class Engine:
                 "process, or use `jaxrag generate --distributed`"
             )
 
-    def _heard(self, sink: Sink) -> Sink:
+    def _client_sink(self, sink: Sink) -> Sink:
         """What a client answers is the leader's alone: it becomes a command to all."""
         return sink if self._leader is None else CommandedSink(sink, self.abort, self.stop)
 
@@ -439,7 +412,7 @@ class Engine:
     def _all_loaded(self, number: int) -> None:
         """Every process has read its part of a batch, on any thread: all go on with it."""
         with contextlib.suppress(RuntimeError):  # closed: nobody waits for it
-            self._post(lambda: self._at_work.loaded(number), [Loaded(number)])
+            self._post(lambda: self._running_core.loaded(number), [Loaded(number)])
 
     def _abandon(self, error: EngineError) -> None:
         """Another process is lost, on any thread: everybody is told, and nothing is begun."""
@@ -448,7 +421,7 @@ class Engine:
         if core is not None:
             core.abandon(error)
 
-    def _entered(
+    def _new_sequence(
         self, request: Request, sink: Sink, number: int | None = None, now: float | None = None
     ) -> Sequence:
         model, rule = self.runner.model, request.method.decode
@@ -462,30 +435,28 @@ class Engine:
         request.sampling.check_ids(model.config.vocab_size, request.eos_ids)
         number = next(self._numbers) if number is None else number
         self.check_fits(request)
-        sequence = self._sequence_of(model, request, number)
+        make_sequence = sequence_of if model.backend is None else row_sequence
+        sequence = make_sequence(model, request, number)
         sequence.sink = sink
         sequence.moments["added"] = self._clock() if now is None else now
         return sequence
 
     @property
-    def _at_work(self) -> Core:
+    def _running_core(self) -> Core:
         """What serves; for the engine's thread."""
         if self._core is None:
-            self._core = self._make_core(
+            make_core = Core if self.runner.model.backend is None else RowCore
+            self._core = make_core(
                 self.runner, self.settings, self._mail.post, self._clock, self.compile_times
             )
         return self._core
 
-    def _work(self, events: list[Posted]) -> None:
+    def _serve_events(self, events: Iterable[Posted]) -> None:
         """Serve until nothing is left to do; on the engine's thread."""
-        with counting(self.compiled, self.compile_times):
-            self._loop(events)
-
-    def _loop(self, events: Iterable[Posted]) -> None:
         mail, left = self._mail, deque(events)
         while self.lost is None:
             try:
-                core = self._at_work
+                core = self._running_core
             except Exception:
                 _LOG.exception("the engine's pool cannot be made")
                 while left:  # those who posted learn it from their events
@@ -493,18 +464,18 @@ class Engine:
                         left.popleft()()
                 return
             try:
-                turn = self._lead(core, left)
+                iteration = self._send_iteration(core, left)
                 while left:
                     core.handle(left.popleft())
-                moved = core.run_once()
-                self.turns += moved
-                if turn is not None:
-                    self._leader.done(turn, core.digest())  # type: ignore[union-attr]
+                moved = core.run_iteration()
+                self.iterations += moved
+                if iteration is not None:
+                    self._leader.done(iteration, core.digest())  # type: ignore[union-attr]
             except Exception as error:
                 self._rescue(core, error)
                 continue
             if mail.closed:
-                for event in mail.next():  # the last: what is abandoned makes no turn again
+                for event in mail.next():  # the last: what is abandoned makes no iteration again
                     core.handle(event)
                 core.abandon(EngineError("the engine was closed, as its interpreter ends"))
                 return
@@ -518,8 +489,8 @@ class Engine:
                 core.rest()
                 return
 
-    def _lead(self, core: Core, events: Iterable[Posted]) -> int | None:
-        """Send the others what is done now, by the same clock; the number of the turn."""
+    def _send_iteration(self, core: Core, events: Iterable[Posted]) -> int | None:
+        """Send the others what is done now, by the same clock; the number of the iteration."""
         if self._leader is None:
             return None
         commands = [
@@ -557,11 +528,12 @@ class _Commanded:
         self.event()
 
 
-def _serve(engine: "weakref.ref[Engine]", mail: Mailbox) -> None:
+def _serve_while_alive(engine: "weakref.ref[Engine]", mail: Mailbox) -> None:
     """The engine's thread; while it waits with nothing to do, the engine may go."""
     while events := mail.first():
         served = engine()
         if served is None:
             return
-        served._work(events)
+        with counting(served.compiled, served.compile_times):
+            served._serve_events(events)
         del served, events

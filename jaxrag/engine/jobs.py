@@ -77,7 +77,7 @@ class ReplicaReport:
       status: as ``Engine.status`` says; None before its first request.
       tiers: as ``Engine.tiers`` says.
       compiled: programs, by function.
-      turns: of its loop.
+      iterations: of its loop.
       silence: seconds for which it has been at one of these.
       where: requests of the server that asks, by number.
     """
@@ -92,7 +92,7 @@ class ReplicaReport:
     status: EngineStatus | None = None
     tiers: Tiers | None = None
     compiled: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    turns: int = 0
+    iterations: int = 0
     silence: float = 0.0
     where: Mapping[int, Where] = dataclasses.field(default_factory=dict)
 

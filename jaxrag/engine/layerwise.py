@@ -36,7 +36,7 @@ from jaxrag.models.decoder import (
     rms_norm,
     unembed,
 )
-from jaxrag.models.rope import RopeFactors, place, turn
+from jaxrag.models.rope import RopeFactors, place, rotate_by
 from jaxrag.models.spec import Params
 from jaxrag.reuse.decode import Observe, PromptQueries
 
@@ -174,7 +174,7 @@ class LayerPrefill:
         if not self._runner.model.placement.away:
             table = np.pad(pages, (0, bucket(len(pages)) - len(pages)))
             slots = np.where(prompt.positions >= 0, prompt.slots, len(table) * PAGE)
-            cache.run(_write, self._runner.model.config, layer, k, v, slots[None], table[None])
+            cache.update(_write, self._runner.model.config, layer, k, v, slots[None], table[None])
 
     def _push(self, layer: int, rows: HostArray, k: Array, v: Array) -> None:
         """Copy what a layer computed to the host, while the device attends."""
@@ -271,7 +271,7 @@ def _attend_block(
     k, v, table = block
     # Keys lie as they stand inside their chunk.
     offsets = jnp.broadcast_to(table.offsets[..., None], (1, *k.shape[:2]))
-    k = turn(k[None], offsets, layer.rope, config.rope)
+    k = rotate_by(k[None], offsets, layer.rope, config.rope)
     new = _attend(layer, x, PagePool(k=k[0], v=v), table.slot_position, start, width, config)
     old = Partial(*_cut((part.out, part.lse), start, width))
     both = merge([old, new])

@@ -43,7 +43,7 @@ class LinkState:
       rate: bytes a second, of late; None before anything was read.
       bytes_read: all that came over it.
       bytes_in_flight: of reads that were begun and whose KV is not in the pool yet, nor given up.
-      queued: reads that wait for their turn.
+      queued: reads that wait to begin.
       late: reads that were given up, and have not come back.
       circuit: "open" while it is not used, but for probes.
     """
@@ -84,7 +84,7 @@ class Link:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.queue: list[Read] = []  # that wait for their turn
+        self.queue: list[Read] = []  # that wait to begin
         self.reading: set[Read] = set()  # and were not given up
         self.running: set[Read] = set()  # these, and those whose ``then`` runs
         self.in_flight: set[Read] = set()  # whose bytes count
@@ -161,7 +161,7 @@ class Links:
         fetch: Callable[[], Any],
         then: Callable[[Any], bool],
     ) -> Read:
-        """Read over a link when its turn comes; the arguments are those of ``Read``."""
+        """Read over a link when those before it have begun; the arguments are those of ``Read``."""
         read = Read(link, nbytes, fetch, then, order, next(self._numbers))
         with self._lock:
             link.queue.append(read)
@@ -332,4 +332,4 @@ class LoadDeadline:
     def sound(self) -> bool:
         """Is it made of times, and not all 0?"""
         parts = dataclasses.astuple(self)
-        return all(0 <= it < math.inf for it in parts) and self.of(1) > 0
+        return all(0 <= part < math.inf for part in parts) and self.of(1) > 0

@@ -279,8 +279,8 @@ def carried_chunks(sequence: Sequence) -> list[Carried]:
 def batch_tables(sequences: abc.Sequence[Sequence], rows: int, num_pages: int) -> PageTable:
     """The tables of prefilled requests, on the host: rows behind them are empty."""
     tables = [sequence.table.rows(num_pages) for sequence in sequences]
-    for it, (_, _, slot_position) in zip(sequences, tables, strict=True):
-        slot_position[it.run.slots] = it.run.positions
+    for sequence, (_, _, slot_position) in zip(sequences, tables, strict=True):
+        slot_position[sequence.run.slots] = sequence.run.positions
     tables += [TableBuilder().rows(num_pages)] * (rows - len(sequences))
     chunks = chunk_pages([sequence.table for sequence in sequences], rows, num_pages)
     return on_host(PageTable, *(np.stack(part) for part in zip(*tables, strict=True)), chunks)

@@ -86,17 +86,18 @@ def notes_on_missed(sequence: Sequence, in_memory: bool = False) -> Iterator[str
             group = (part is not sequence.parts[0], part.load.encoder)
             groups.setdefault(group, []).append((len(part.ids), part.origin))
     for missed in groups.values():
-        origins = [it for _, it in missed]
-        corrupt, unsealed = sum(it.corrupt for it in origins), sum(it.unsealed for it in origins)
+        origins = [origin for _, origin in missed]
+        corrupt = sum(origin.corrupt for origin in origins)
+        unsealed = sum(origin.unsealed for origin in origins)
         lacking = len(missed) - corrupt - unsealed
         why = f"{lacking} not in the store, {corrupt} corrupt there"
         if unsealed:
             why += f", {unsealed} not sealed"
         in_place = origins[0].how == "nowhere"
-        reasons = [it.not_stored for it in origins if it.not_stored is not None]
+        reasons = [origin.not_stored for origin in origins if origin.not_stored is not None]
         kept = f"not stored: {reasons[-1]}" if reasons else "not stored" if in_place else stored
         done = "computed in place" if in_place else "encoded"
-        runs = [run for it in origins for run in it.runs]
+        runs = [run for origin in origins for run in origin.runs]
         if len(runs) > len(missed):  # neighbours had to be encoded first
             done += f" in {len(runs)} passes over {sum(computed for computed, _ in runs)} tokens"
         tokens = sum(length for length, _ in missed)
@@ -119,7 +120,7 @@ def account(sequence: Sequence) -> list[PartReuse]:
             continue
         how, where, why = _turn(method, part) if part.turn else _found(method, part)
         row = PartReuse(name, len(part.ids), how, where, int(again), why)
-        same = [at for at, it in enumerate(rows) if (it.part, it.how) == (name, how)]
+        same = [at for at, earlier in enumerate(rows) if (earlier.part, earlier.how) == (name, how)]
         if same:  # pages of one turn
             row = dataclasses.replace(row, tokens=rows[same[0]].tokens + row.tokens)
             rows[same[0]] = row

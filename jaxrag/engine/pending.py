@@ -26,7 +26,7 @@ class PendingChunk:
         again; None: it is waited for.
       batch: that it is read in.
       late: it is read and computed, and the first to finish claims it.
-      found: why it is to be encoded.
+      origin: why it is to be encoded.
       stores: its store gets it once it is encoded.
       pause: another process encodes it: seconds until it is looked for again.
     """
@@ -38,7 +38,7 @@ class PendingChunk:
     deadline: float | None
     batch: "ReadBatch | None" = None
     late: bool = False
-    found: ChunkOrigin = dataclasses.field(default_factory=lambda: ChunkOrigin("encoded"))
+    origin: ChunkOrigin = dataclasses.field(default_factory=lambda: ChunkOrigin("encoded"))
     stores: bool = True
     pause: float = 0.0
     _claim: threading.Lock = dataclasses.field(default_factory=threading.Lock)

@@ -134,7 +134,7 @@ class Prefill:
         """Run the next piece of every request; returns its width."""
         length, width = self.left[0]
         arguments, how = self._arguments(self._start, length, width)
-        table, logits, queries = self._runner.cache.run(_prefill_piece, *arguments, **how)
+        table, logits, queries = self._runner.cache.update(_prefill_piece, *arguments, **how)
         bank = self.prefilled.bank.replace(queries=queries)
         self.prefilled = Prefilled(logits, table, bank)
         self._start += length

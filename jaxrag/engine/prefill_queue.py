@@ -84,7 +84,7 @@ class PrefillQueue:
         self._ahead: dict[int, Any] = {}  # what selectors made of questions whose chunks come yet
         self._indexers: ThreadPoolExecutor | None = None
 
-    def run(self) -> bool:
+    def run_pieces(self) -> bool:
         """Run pieces of prompts, within the budget; True where any was run."""
         budget = left = self._state.settings.prefill_tokens
         while left > 0:

@@ -83,7 +83,7 @@ class ProcessorRows(struct.PyTreeNode):
                 allowed[row] = matcher.allowed()
 
         def column(name: str, default: float, dtype: type) -> Array:
-            values = [getattr(it, name) for it, *_ in asked]
+            values = [getattr(params, name) for params, *_ in asked]
             return np.array([*values, *[default] * (count - len(asked))], dtype)  # type: ignore[return-value]
 
         return on_host(

@@ -1,14 +1,14 @@
-"""The processes that hold one model: the leader sends each turn of its engine to the others.
+"""The processes that hold one model: the leader sends each iteration of its engine to the others.
 
-Every process makes the same turns, so all of them run the same programs in the same order, and
+Every process makes the same iterations, so all of them run the same programs in the same order, and
 nothing but the leader looks at a clock or at a client.
 
     leader  --- hello, nonce ------------>  follower      both prove that they know the secret
             <-- proof, who it is ---------
             --- proof ------------------->
-            --- turn 7: now, commands ----->                then each makes the turn
-            <-- turn 7 done, digest ------                the digests must be equal
-            <-- batch 3 loaded -----------                a part of chunks was read beside turns
+            --- iteration 7: now, commands ->             then each makes the iteration
+            <-- iteration 7 done, digest --               the digests must be equal
+            <-- batch 3 loaded -----------                a part of chunks was read beside these
             --- beat --------- and back --                every second, so that silence means death
 """
 
@@ -30,7 +30,7 @@ import jax
 
 from jaxrag.base.errors import ConfigError, EngineError, RequestError
 from jaxrag.base.sharding import processes_of
-from jaxrag.engine.wire import MAX_BYTES, Command, EngineTurn, turn_bytes, turn_of
+from jaxrag.engine.wire import MAX_BYTES, Command, EngineIteration, iteration_bytes, iteration_of
 from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
 
@@ -41,7 +41,7 @@ _END_SECONDS = 10.0
 _MEET_SECONDS = 5.0  # for who comes to prove what it knows
 _LOOK_SECONDS = 0.05  # between two looks at who has
 _MOST_MEETING = 64  # at once
-_MOST_OPEN = 4096  # turns and batches that not all have spoken of
+_MOST_OPEN = 4096  # iterations and batches that not all have spoken of
 
 _SECRET = 32  # bytes
 _RANK = re.compile("[0-9]{1,6}")
@@ -51,12 +51,12 @@ _DONE = struct.Struct(">QI")
 
 _LOADED = struct.Struct(">Q")
 
-# hello, turn, done, loaded, beat, error, end
+# hello, iteration, done, loaded, beat, error, end
 Letter = Literal[b"h", b"t", b"d", b"l", b"b", b"e", b"x"]
 
 
 class RankLost(EngineError):
-    """A process of the model died, fell silent or made another turn than the leader."""
+    """A process of the model died, fell silent or made another iteration than the leader."""
 
 
 class _Link:
@@ -111,7 +111,7 @@ def _proof(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
 
 
 class Leader:
-    """Process 0: sends turns, and knows whether all others make them.
+    """Process 0: sends iterations, and knows whether all others make them.
 
     Attributes:
       stores: that requests may name, by name; the same on every process.
@@ -122,7 +122,7 @@ class Leader:
         self.stores, self._links = dict(stores), dict(links)
         self.lost: RankLost | None = None
         self._on_lost: list[Callable[[RankLost], None]] = []
-        self._digests: dict[int, dict[int, int]] = {}  # digests, by turn and rank
+        self._digests: dict[int, dict[int, int]] = {}  # digests, by iteration and rank
         self._loaded: dict[int, set[int]] = {}  # who has read its part, by batch
         self._on_loaded: Callable[[int], None] | None = None
         self._lock = threading.Lock()
@@ -175,11 +175,11 @@ class Leader:
         )
 
     def send(self, now: float, commands: Sequence[Command] = (), *, rests: bool = False) -> int:
-        """Have all others make a turn, or rest; its number. Raises RankLost."""
+        """Have all others make an iteration, or rest; its number. Raises RankLost."""
         if self.lost is not None:
             raise self.lost
         self._number += 1
-        data = turn_bytes(EngineTurn(self._number, now, tuple(commands), rests))
+        data = iteration_bytes(EngineIteration(self._number, now, tuple(commands), rests))
         for rank, link in self._links.items():
             try:
                 link.send(b"t", data)
@@ -187,19 +187,19 @@ class Leader:
                 raise self.lose(f"rank {rank} is gone ({error})") from None
         return self._number
 
-    def done(self, turn: int, digest: int, rank: int = 0) -> None:
-        """A process made a turn."""
+    def done(self, iteration: int, digest: int, rank: int = 0) -> None:
+        """A process made an iteration."""
         with self._lock:
-            digests = self._digests.setdefault(turn, {})
+            digests = self._digests.setdefault(iteration, {})
             digests[rank] = digest
             same = len(set(digests.values())) == 1
             if len(digests) > len(self._links):
-                del self._digests[turn]
+                del self._digests[iteration]
             many = len(self._digests) > _MOST_OPEN
         if many:
-            self.lose(f"rank {rank} speaks of turns that there are not")
+            self.lose(f"rank {rank} speaks of iterations that there are not")
         if not same:
-            self.lose(f"rank {rank} made another turn {turn} than the others")
+            self.lose(f"rank {rank} made another iteration {iteration} than the others")
 
     def lose(self, why: str) -> RankLost:
         """The engine cannot go on."""
@@ -243,8 +243,8 @@ class Leader:
                 if kind == b"e":
                     why = f"rank {rank}: {data.decode('utf-8', 'replace')}"
                 elif kind == b"d" and len(data) == _DONE.size:
-                    turn, digest = _DONE.unpack(data)
-                    self.done(turn, digest, rank)
+                    iteration, digest = _DONE.unpack(data)
+                    self.done(iteration, digest, rank)
                 elif kind == b"l" and len(data) == _LOADED.size:
                     self.loaded(_LOADED.unpack(data)[0], rank)
         self.lose(why)
@@ -258,27 +258,27 @@ class Leader:
 
 
 class Follower:
-    """Any other process: takes turns, and says what it made of them."""
+    """Any other process: takes iterations, and says what it made of them."""
 
     def __init__(
         self, stores: Mapping[str, KVStore], link: _Link, lost: Callable[[str], None]
     ) -> None:
         """``lost`` is called on another thread, where the leader is gone or says why all ends."""
         self._stores, self._link, self._lost = dict(stores), link, lost
-        self._turns: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._iterations: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._over = threading.Event()
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name="jaxrag-leader", daemon=True).start()
 
-    def turns(self) -> Iterator[EngineTurn]:
-        """The leader's turns, until it ends. Raises EngineError for what is none."""
-        while (data := self._turns.get()) is not None:
-            yield turn_of(data, self._stores)
+    def iterations(self) -> Iterator[EngineIteration]:
+        """The leader's iterations, until it ends. Raises EngineError for what is none."""
+        while (data := self._iterations.get()) is not None:
+            yield iteration_of(data, self._stores)
 
-    def done(self, turn: int, digest: int) -> None:
-        """This process made a turn."""
+    def done(self, iteration: int, digest: int) -> None:
+        """This process made an iteration."""
         with contextlib.suppress(OSError):  # who listens finds it gone
-            self._link.send(b"d", _DONE.pack(turn, digest))
+            self._link.send(b"d", _DONE.pack(iteration, digest))
 
     def loaded(self, number: int) -> None:
         """This process has read its part of a batch of chunks; on any thread."""
@@ -305,12 +305,12 @@ class Follower:
                 if kind == b"e":
                     why = data.decode("utf-8", "replace")
                 else:
-                    self._turns.put(data)
+                    self._iterations.put(data)
         self._over.set()
         self._link.close()
         if why:
             self._lost(why)
-        self._turns.put(None)
+        self._iterations.put(None)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
@@ -347,10 +347,10 @@ def meet(
             mine = (address[0], server.getsockname()[1], secret)
         except ConfigError as error:
             mine = str(error)
-    said = model.exchange(mine)[0]
-    if isinstance(said, str):
-        raise ConfigError(said)
-    host, port, secret = said
+    answer = model.exchange(mine)[0]
+    if isinstance(answer, str):
+        raise ConfigError(answer)
+    host, port, secret = answer
     if server is None:
         return follow((host, port), secret, rank, about, stores, lost)
     return lead(server, secret, len(processes_of(model.mesh)), about, stores)
@@ -385,15 +385,15 @@ def lead(
     links: dict[int, _Link] = {}
     end = time.monotonic() + JOIN_SECONDS
     with server, contextlib.closing(_comers(server, secret, end)) as comers:
-        for link, said in comers:
-            wrong = _unlike(said, about, links, processes)
+        for link, stated in comers:
+            wrong = _unlike(stated, about, links, processes)
             if wrong:
-                for one in (link, *links.values()):
+                for other in (link, *links.values()):
                     with contextlib.suppress(OSError):
-                        one.send(b"e", wrong.encode())
-                    one.close()
+                        other.send(b"e", wrong.encode())
+                    other.close()
                 raise ConfigError(wrong)
-            links[int(said["rank"])] = link
+            links[int(stated["rank"])] = link
             if len(links) == processes - 1:
                 break
         else:
@@ -419,9 +419,9 @@ def _comers(
     def meet_one(link: _Link) -> None:
         timer = threading.Timer(_MEET_SECONDS, link.close)
         timer.start()
-        said = _met(link, secret)
+        stated = _met(link, secret)
         timer.cancel()
-        met.put((link, said))
+        met.put((link, stated))
         if over.is_set():
             link.close()
 
@@ -436,12 +436,12 @@ def _comers(
                 else:
                     link.close()
             while not met.empty():
-                link, said = met.get()
+                link, stated = met.get()
                 meeting -= 1
-                if said is None:  # a stranger
+                if stated is None:  # a stranger
                     link.close()
                 else:
-                    yield link, said
+                    yield link, stated
     finally:
         over.set()
         while not met.empty():
@@ -491,23 +491,23 @@ def _met(link: _Link, secret: bytes) -> dict[str, str] | None:
             return None
         link.say(_proof(secret, b"leader", theirs, mine))
         kind, data = link.receive()
-        said = json.loads(data)
+        stated = json.loads(data)
     except (OSError, EOFError, EngineError, ValueError, RecursionError):
         return None
-    if kind != b"h" or not isinstance(said, dict):
+    if kind != b"h" or not isinstance(stated, dict):
         return None
-    texts = all(isinstance(it, str) for it in said.values())
-    return said if texts and _RANK.fullmatch(said.get("rank", "")) else None
+    texts = all(isinstance(text, str) for text in stated.values())
+    return stated if texts and _RANK.fullmatch(stated.get("rank", "")) else None
 
 
 def _unlike(
-    said: Mapping[str, str], about: Mapping[str, str], links: Mapping[int, _Link], processes: int
+    stated: Mapping[str, str], about: Mapping[str, str], links: Mapping[int, _Link], processes: int
 ) -> str:
     """Why a process cannot take part; "" where it can."""
-    rank = int(said["rank"])
+    rank = int(stated["rank"])
     if rank in links or not 0 < rank < processes:
         return f"two processes are rank {rank}, or it is none of 1 to {processes - 1}"
     for name, mine in about.items():
-        if said.get(name) != mine:
-            return f"rank {rank} has {name} {said.get(name)}, the leader {mine}; start all alike"
+        if stated.get(name) != mine:
+            return f"rank {rank} has {name} {stated.get(name)}, the leader {mine}; start all alike"
     return ""

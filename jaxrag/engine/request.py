@@ -43,7 +43,7 @@ class Prompt:
     def with_turns(self, turns: Collection[int]) -> "Prompt":
         """Some of the chunks are what was said before."""
         known = self.neighbours or ((),) * len(self.chunks)
-        neighbours = tuple(None if at in turns else it for at, it in enumerate(known))
+        neighbours = tuple(None if at in turns else others for at, others in enumerate(known))
         return dataclasses.replace(self, neighbours=neighbours) if turns else self
 
     def in_packets(self, vocab_size: int, header: int, count: int) -> "Prompt":
@@ -56,7 +56,7 @@ class Prompt:
     @property
     def turns(self) -> tuple[int, ...]:
         """Which of the chunks are what was said before."""
-        return tuple(at for at, it in enumerate(self.neighbours or ()) if it is None)
+        return tuple(at for at, others in enumerate(self.neighbours or ()) if others is None)
 
     @property
     def places(self) -> list[int]:
@@ -132,7 +132,7 @@ class Request:
 
         And for a method that reads chunks behind a primer, without one.
         """
-        if self.method.reads_primed and self.primer is None:
+        if self.method.sees_primer and self.primer is None:
             raise RequestError(
                 f"method {self.method.name!r} reads chunks that are encoded behind a primer: pass "
                 "primer=, its tokens"
@@ -173,9 +173,9 @@ def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
     """ContextExceeded when prompt and answer do not fit the model's context."""
     need, limit = prompt.num_tokens + max_new_tokens, model.config.max_positions
     if need > limit:
-        chunks, said = sum(prompt.lengths), sum(len(prompt.chunks[turn]) for turn in prompt.turns)
+        chunks, turns = sum(prompt.lengths), sum(len(prompt.chunks[turn]) for turn in prompt.turns)
         parts = f"{len(prompt.prefix)} prefix + {chunks} chunk"
-        earlier = f" + {said} earlier turn" if prompt.turns else ""
+        earlier = f" + {turns} earlier turn" if prompt.turns else ""
         fewer = "leave earlier turns out, " if prompt.turns else ""
         raise ContextExceeded(
             f"the prompt has {parts}{earlier} + {len(prompt.final)} question tokens and "

@@ -103,8 +103,8 @@ _Key = tuple[float, ...]
 
 
 def _residency(request: RoutedRequest, engine: Candidate, among: Sequence[Candidate]) -> _Key:
-    own = request.cost / fmean(one.rate for one in among)
-    mean = fmean(one.load for one in among) + own / len(among)
+    own = request.cost / fmean(other.rate for other in among)
+    mean = fmean(other.load for other in among) + own / len(among)
     lacks = missing(request, engine, among)
     if engine.load > max(_MORE * mean, _ROWS * own):
         return 1.0, engine.load + lacks

@@ -150,7 +150,7 @@ class RowCore(Core):
         else:
             self.abort(number)
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         state = self.state
         now = state.moment()
         state.pace.work(now, state.scheduler.given - self._given)
@@ -198,7 +198,7 @@ class RowCore(Core):
         """Bring its prompt in, part by part, and yield what of it has to be run.
 
         Nothing is run before what precedes it is there. After each chunk that had to be encoded
-        others have their turn.
+        others go on.
         """
         sequence, exact = running.sequence, True
         stored = self._stored(sequence)
@@ -235,19 +235,19 @@ class RowCore(Core):
 
     def _stored(self, sequence: Sequence) -> dict[str, HostArray]:
         """The KV of its parts that is in host memory, or in their store and what was put there."""
-        arena, found = self.state.arena, dict[str, HostArray]()
+        arena, kv_of = self.state.arena, dict[str, HostArray]()
         loads = sequence.loads
         arena.asked(loads)
         for key in loads:
             if (kv := arena.get(key)) is not None:
-                found[key] = kv
+                kv_of[key] = kv
                 sequence.came(key, ChunkOrigin("host"))
-        left = [key for key in loads if key not in found]
+        left = [key for key in loads if key not in kv_of]
         if left:
             held = loads[left[0]].encoding.held
             read = held.get_many(left, on_missing="skip")
             for key, (start, length) in read.offsets.items():
-                kv = found[key] = np.ascontiguousarray(read.kv[:, :, start : start + length])
+                kv = kv_of[key] = np.ascontiguousarray(read.kv[:, :, start : start + length])
                 sequence.came(key, ChunkOrigin("store"))
                 if not held.private:
                     arena.put(key, kv)
@@ -256,7 +256,7 @@ class RowCore(Core):
         for part in sequence.distinct:
             assert part.origin is not None
             self._hits[part.origin.counted] += 1
-        return found
+        return kv_of
 
     def _encoded(self, part: PromptPart) -> HostArray:
         """The KV of a part that no store gave, which is kept where the store takes it."""
@@ -289,7 +289,7 @@ class RowCore(Core):
     def _step(self) -> None:
         """Run tokens of every row that has some, and draw the next ones."""
         room, runs, asked = self.state.settings.prefill_tokens, [], list[_Running]()
-        for running in sorted(self._running.values(), key=lambda it: len(it.todo)):
+        for running in sorted(self._running.values(), key=lambda running: len(running.todo)):
             ids = running.todo[: max(room, 1)]
             if len(ids) and (room > 0 or len(running.todo) == 1):
                 ends = running.ends and len(ids) == len(running.todo)
@@ -318,7 +318,7 @@ class RowCore(Core):
         ids, logprobs = np.asarray(drawn.ids), np.asarray(drawn.logprobs)
         top = []
         if drawn.top is not None and (count := sequence.request.sampling.top_logprobs):
-            pairs = (np.asarray(it)[0, :count].tolist() for it in drawn.top)
+            pairs = (np.asarray(values)[0, :count].tolist() for values in drawn.top)
             top = [list(zip(*pairs, strict=True))]
         if "first" not in sequence.moments:
             sequence.moments["first"] = self.state.clock()
@@ -326,7 +326,7 @@ class RowCore(Core):
             nowhere = np.zeros(len(computed), np.int32)
             sequence.run = on_host(Step, computed, nowhere, nowhere)
         running.todo = ids
-        self._took(sequence, ids.tolist(), logprobs.tolist(), top)
+        self._on_tokens(sequence, ids.tolist(), logprobs.tolist(), top)
 
     def _release(self, sequence: Sequence) -> None:
         running = self._running.pop(sequence.number, None)
@@ -350,8 +350,8 @@ def _likeliest(logits: HostArray) -> Drawn:
     """What ``_draw`` gives at temperature 0, in an eighth of the time."""
     drawn = logits.argmax()
     logprob = -np.log(np.exp(logits - logits[drawn]).sum())
-    found: Any = np.where(np.isnan(logprob), FAILED, drawn).astype(np.int32)
-    return Drawn(found[None], logprob[None])
+    token: Any = np.where(np.isnan(logprob), FAILED, drawn).astype(np.int32)
+    return Drawn(token[None], logprob[None])
 
 
 @jax.jit

@@ -18,12 +18,12 @@ from jaxrag.engine.admission import (
     HUNGRY,
     QUEUED,
     RUNNING,
+    FairStart,
     Queue,
     SchedulerSettings,
     Seats,
-    Turns,
     admission,
-    turn,
+    row_order,
 )
 from jaxrag.engine.sequence import Ending, Need, RequestStatus, Sequence
 from jaxrag.kv.cache import PAGE, PageAllocator
@@ -74,7 +74,7 @@ class Scheduler:
         self._allocator = allocator
         self._settings = settings or SchedulerSettings()
         self._queue = Queue(self._settings)
-        self._turns = Turns(self._settings.weights)
+        self._fair_start = FairStart(self._settings.weights)
         self._live: dict[int, Sequence] = {}
         self._batches: dict[Hashable | None, Seats] = {}
         self._subscribers: dict[str, dict[int, Sequence]] = {}  # of loading chunks
@@ -107,7 +107,7 @@ class Scheduler:
     def occupancy(self) -> dict[Hashable, int]:
         """Rows held in every batch that has live requests; on any thread."""
         batches = list(self._batches.items())
-        return {name: len(it.held) for name, it in batches if it.rows is not None}
+        return {name: len(seats.held) for name, seats in batches if seats.rows is not None}
 
     def row_of(self, sequence: Sequence) -> int | None:
         """The row that a request has in its batch."""
@@ -120,8 +120,8 @@ class Scheduler:
 
     def hungry(self, batch: Hashable | None) -> bool:
         """Whether some request of the batch has no row yet."""
-        found = self._batches.get(batch)
-        return found is not None and found.hungry > 0
+        seats = self._batches.get(batch)
+        return seats is not None and seats.hungry > 0
 
     def submit(self, sequence: Sequence, now: float) -> None:
         """Let a request wait; RequestError when it can never run, Overloaded when too many do."""
@@ -155,19 +155,19 @@ class Scheduler:
         """Give requests their pages, all of them or none, while the next one in order fits."""
         admitted = []
         while True:
-            found, outgrown = self._fitting(now)
+            fitting, outgrown = self._fitting(now)
             for sequence in outgrown:
                 self._queue.remove(sequence)
                 self._outgrown[sequence.number] = sequence
-            if found is not None:
-                admitted.append(self._grant(*found))
+            if fitting is not None:
+                admitted.append(self._grant(*fitting))
             elif not outgrown:
                 return admitted
 
     def missing(self, sequence: Sequence) -> set[str]:
         """Keys of the chunks that a request maps and that are not there yet; on any thread."""
         chunks = self._allocator.chunks
-        return {key for key in sequence.held if (it := chunks.get(key)) and not it.ready}
+        return {key for key in sequence.held if (chunk := chunks.get(key)) and not chunk.ready}
 
     def outgrown(self) -> list[int]:
         """Waiting requests that no longer fit even the empty pool; the engine is to finish them.
@@ -201,17 +201,17 @@ class Scheduler:
     def next_prefill(self) -> int | None:
         """Give a row to a ready request whose batch has one; it is prefilled now.
 
-        Better classes go first, then whose turn it is by the service of their tenants (``Turns``);
+        Better classes go first, then by the service of their tenants (``FairStart``);
         of one tenant as they were admitted.
 
         In static mode a batch is filled until it is full or none is ready for it, and then again
         when it is empty.
         """
         firsts = [batch.first(self._settings.static) for batch in self._batches.values()]
-        sequence = min((it for it in firsts if it is not None), key=turn, default=None)
+        sequence = min((seq for seq in firsts if seq is not None), key=row_order, default=None)
         if sequence is None:
             return None
-        self._turns.begin(sequence)
+        self._fair_start.begin(sequence)
         self._batches[sequence.batch].take(sequence)
         self._move(sequence, RequestStatus.PREFILL)
         return sequence.number
@@ -261,7 +261,7 @@ class Scheduler:
         sequence = self._live.get(number)
         if sequence is not None:
             self.new_tokens += count
-            self._turns.charge(sequence.request.tenant, GENERATED * count)
+            self._fair_start.charge(sequence.request.tenant, GENERATED * count)
             self._charge(sequence, GENERATED * count)
 
     def victims(self, now: float) -> list[int]:
@@ -304,7 +304,7 @@ class Scheduler:
         if not batch.members:
             del self._batches[sequence.batch]
         if len(self._deadlines) > 2 * len(self._live) + 64:
-            self._deadlines = [it for it in self._deadlines if it[1] in self._live]
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
             heapq.heapify(self._deadlines)
         return was
 
@@ -313,8 +313,8 @@ class Scheduler:
         passed = []
         while (first := self.next_deadline()) is not None and first <= now:
             passed.append(heapq.heappop(self._deadlines))
-        for it in passed:
-            heapq.heappush(self._deadlines, it)
+        for entry in passed:
+            heapq.heappush(self._deadlines, entry)
         return [number for _, number in passed]
 
     def next_deadline(self) -> float | None:
@@ -347,8 +347,8 @@ class Scheduler:
         parts = (allocator.num_free, allocator.num_unpinned, allocator.num_pinned)
         assert sum(parts) + allocator.num_loading + len(owned) == allocator.num_pages
         users = Counter(key for sequence in live for key in sequence.held)
-        assert users == {key: it.ref_count for key, it in allocator.chunks.items() if it.ref_count}
-        waiting = [it for it in live if it.status in QUEUED and it.number not in self._outgrown]
+        assert users == {key: kv.ref_count for key, kv in allocator.chunks.items() if kv.ref_count}
+        waiting = [seq for seq in live if seq.status in QUEUED and seq.number not in self._outgrown]
         assert self._queue.waiting == Counter(sequence.request.tenant for sequence in waiting)
         assert self._queue.tokens == sum(sequence.num_tokens for sequence in waiting)
         assert all(sequence in self._queue for sequence in waiting)
@@ -370,8 +370,8 @@ class Scheduler:
             assert batch.members == len(members)
             assert batch.hungry == sum(member.status in HUNGRY for member in members)
             assert set(batch.held.values()) <= set(members)
-            assert batch.ready == sorted(batch.ready, key=turn)
-            assert len(batch.held) < 2 or not any(it.alone for it in batch.held.values())
+            assert batch.ready == sorted(batch.ready, key=row_order)
+            assert len(batch.held) < 2 or not any(holder.alone for holder in batch.held.values())
 
     def _fitting(self, now: float) -> tuple[tuple[Sequence, Need] | None, list[Sequence]]:
         """The next to admit, and those met on the way that will never fit."""
@@ -407,13 +407,13 @@ class Scheduler:
         for key in need.chunks:  # before anything is allocated, which could evict them
             allocator.subscribe(key)
         sequence.own, sequence.held = allocator.allocate(need.own, why), tuple(need.chunks)
-        for key in sorted(loads, key=lambda it: need.chunks[it] < 0):  # what is left is cut up
+        for key in sorted(loads, key=lambda key: need.chunks[key] < 0):  # what is left is cut up
             allocator.begin(key, need.chunks[key], why)
         missing = self.missing(sequence)
         for key in missing:
             self._subscribers.setdefault(key, {})[sequence.number] = sequence
-        if sequence.turn is None:
-            self._turns.admit(sequence)
+        if sequence.start_tag is None:
+            self._fair_start.admit(sequence)
             self._charge(sequence, sequence.cost)
         if missing:
             self._move(sequence, RequestStatus.LOADING)
@@ -437,7 +437,7 @@ class Scheduler:
         gone = Counter(key for sequence in leaving for key in sequence.held if key not in but)
         chunks = self._allocator.chunks
         unpinned = [key for key, users in gone.items() if chunks[key].ref_count == users]
-        return sum(len(it.own) for it in leaving) + self._allocator.freed(unpinned, but)
+        return sum(len(sequence.own) for sequence in leaving) + self._allocator.freed(unpinned, but)
 
     def _holders(self) -> Iterator[Sequence]:
         return (sequence for batch in self._batches.values() for sequence in batch.held.values())
@@ -447,10 +447,12 @@ class Scheduler:
     ) -> list[Sequence]:
         """Who may be preempted for a request of this class, the cheapest first."""
         most = self._settings.max_preemptions
-        found = (it for it in holders if it.status is RequestStatus.DECODE and it not in leaving)
-        worse = (it for it in found if it.request.priority > priority)
-        able = (it for it in worse if it.swappable and self._preemptions[it.number] < most)
-        return sorted(able, key=lambda it: (-it.request.priority, len(it.own), -admission(it)[1]))
+        decoding = (seq for seq in holders if seq.status is RequestStatus.DECODE)
+        worse = (seq for seq in decoding if seq.request.priority > priority and seq not in leaving)
+        able = (seq for seq in worse if seq.swappable and self._preemptions[seq.number] < most)
+        return sorted(
+            able, key=lambda seq: (-seq.request.priority, len(seq.own), -admission(seq)[1])
+        )
 
     def _for_rows(self, leaving: list[Sequence]) -> list[Sequence]:
         chosen = list[Sequence]()
@@ -462,10 +464,10 @@ class Scheduler:
                 if sequence.alone or batch.rows is None:
                     break
                 if place >= batch.room(gone):
-                    found = self._preemptible(batch.held.values(), sequence.request.priority, gone)
-                    if not found:
+                    able = self._preemptible(batch.held.values(), sequence.request.priority, gone)
+                    if not able:
                         break
-                    chosen.append(found[0])
+                    chosen.append(able[0])
         return chosen
 
     def _for_pages(self, leaving: list[Sequence], now: float) -> list[Sequence]:
@@ -482,8 +484,8 @@ class Scheduler:
             for sequence in self._preemptible(self._holders(), head.request.priority, leaving):
                 chosen.append(sequence)
                 if enough(chosen):
-                    for it in chosen[-2::-1]:
-                        rest = [other for other in chosen if other is not it]
+                    for spared in chosen[-2::-1]:
+                        rest = [other for other in chosen if other is not spared]
                         chosen = rest if enough(rest) else chosen
                     return chosen
             if self._queue.exhausted(head, now):
@@ -498,7 +500,7 @@ class Scheduler:
 
     def _make_ready(self, sequence: Sequence) -> None:
         self._move(sequence, RequestStatus.READY)
-        insort(self._batches[sequence.batch].ready, sequence, key=turn)
+        insort(self._batches[sequence.batch].ready, sequence, key=row_order)
 
     def _requeue(self, sequence: Sequence, status: RequestStatus) -> None:
         self._let_go(sequence)

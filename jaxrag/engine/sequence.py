@@ -139,8 +139,8 @@ class Sequence:
       sink: is told of its progress.
       moments: when what happened, of ``progress.MOMENTS``, by the engine's clock.
       status: this, and all up to ``held``, is kept by the scheduler.
-      turn: when it would begin, in virtual service, were rows shared by weight, and its place in
-        the order of admission; kept when it waits again, None before.
+      start_tag: when it would begin, in virtual service, were rows shared by weight, and its
+        place in the order of admission; kept when it waits again, None before.
       own: pages of the request alone.
       held: keys of the chunks that it maps.
       table: pages of its prompt and its answer, once it is mapped.
@@ -161,7 +161,7 @@ class Sequence:
     sink: Sink = unheard
     moments: dict[str, float] = dataclasses.field(default_factory=dict)
     status: RequestStatus = RequestStatus.WAITING
-    turn: tuple[float, int] | None = None
+    start_tag: tuple[float, int] | None = None
     own: tuple[int, ...] = ()
     held: tuple[str, ...] = ()
     table: TableBuilder = dataclasses.field(default_factory=TableBuilder)
@@ -217,7 +217,7 @@ class Sequence:
         prompt = request.prompt
         own = pages_for(len(prompt.final) + method.room(prompt.lengths) + request.room)
         chunks: dict[str, int] = {}
-        parts = [it.encoding.model.config.page_parts for it in self.loads.values()]
+        parts = [load.encoding.model.config.page_parts for load in self.loads.values()]
         for part, (key, _) in zip(self.parts, self.keys(held), strict=True):
             if key:
                 load = part.load if part.load is not None and part.load.key == key else None
@@ -382,6 +382,6 @@ def _seen(method: Method, prompt: Prompt) -> tuple[tuple[int, ...], ...]:
         others: abc.Sequence[HostArray] = ()
         if prompt.neighbours and encoder_named(method.encoder_of(chunk)).sees_neighbours:
             others = prompt.neighbours[chunk] or ()
-        found = (place.get(ids.tobytes()) for ids in others)
-        seen.append(tuple(index for index in found if index is not None))
+        places = (place.get(ids.tobytes()) for ids in others)
+        seen.append(tuple(index for index in places if index is not None))
     return tuple(seen)

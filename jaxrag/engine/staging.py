@@ -146,14 +146,14 @@ class Fetched:
     """The KV of some chunks in host memory.
 
     Attributes:
-      found: by key, where each came from.
+      origins: by key, where each came from.
       kv: one chunk behind the other, [L, 2, S, K, H], of their ``layers``.
       at: by key, the first token of every chunk.
       block: the staging block that ``kv`` is a part of; None where it is in none.
       refused: by key, why there is no KV.
     """
 
-    found: Mapping[str, ChunkOrigin]
+    origins: Mapping[str, ChunkOrigin]
     kv: HostArray
     at: Mapping[str, int]
     block: HostArray | None = None
@@ -196,7 +196,7 @@ def groups(loads: Iterable[ChunkLoad]) -> Iterator[list[ChunkLoad]]:
     for those in alike.values():
         group: list[ChunkLoad] = []
         for load in those:
-            if group and load.tokens + sum(it.tokens for it in group) > BLOCK_TOKENS:
+            if group and load.tokens + sum(member.tokens for member in group) > BLOCK_TOKENS:
                 yield group
                 group = []
             group.append(load)
@@ -254,18 +254,18 @@ def fetch_held(
     runner: ModelRunner,
     group: Sequence[ChunkLoad],
     held: Mapping[str, HostArray],
-    found: Mapping[str, ChunkOrigin],
+    origins: Mapping[str, ChunkOrigin],
 ) -> Fetched:
     """As ``fetch``, of chunks whose KV [L, 2, T, K, H] is in host memory, by key."""
     ends = np.cumsum([load.tokens for load in group])
     at = {load.key: int(end) - load.tokens for load, end in zip(group, ends, strict=True)}
     block = _block_for(runner, group)
     if block is None:  # a single one
-        return Fetched(found, held[group[0].key], at)
+        return Fetched(origins, held[group[0].key], at)
     room = group[0].room(block)
     for load in group:
         room[:, :, at[load.key] : at[load.key] + load.tokens] = held[load.key]
-    return Fetched(found, room[:, :, : ends[-1]], at, block)
+    return Fetched(origins, room[:, :, : ends[-1]], at, block)
 
 
 def _block_for(runner: ModelRunner, group: Sequence[ChunkLoad]) -> HostArray | None:
@@ -296,11 +296,11 @@ def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
     encoding = load.encoding
     names = [
         name
-        for name, it in ENCODERS.items()
+        for name, encoder in ENCODERS.items()
         if name != load.encoder
-        and not it.sees_neighbours
-        and not it.wraps
-        and not (it.sees_primer and encoding.primer is None)
+        and not encoder.sees_neighbours
+        and not encoder.wraps
+        and not (encoder.sees_primer and encoding.primer is None)
     ]
     keys = [encoding.key(name, load.chunk.ids) for name in names]
     held = encoding.store.head(keys, on_corrupt="skip")
@@ -327,7 +327,7 @@ def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[NewlyEncod
     prefix = seen_prefix(chosen, encoding.prefix)
     own_kv = StoredNeighbours(encoding) if reads else _Computed(encoding.model, prefix)
     by_key = {load.stored_key: load.chunk for load in loads}
-    made = {it.key: it for it in encoding.encode(chosen.name, by_key, own_kv)}
+    made = {encoded.key: encoded for encoded in encoding.encode(chosen.name, by_key, own_kv)}
     num_primer = encoding.num_before(chosen.name) - len(prefix)  # run again with each chunk
     encoded = []
     for load in loads:
@@ -384,7 +384,7 @@ def stage(
     What belongs in host memory is written there at once. ``cache`` has the pages: the runner may
     have another one by now.
     """
-    chunks = [(load, fetched.found[load.key], fetched.at[load.key]) for load in loads]
+    chunks = [(load, fetched.origins[load.key], fetched.at[load.key]) for load in loads]
     dropped = {
         load.key: dropped_tokens(fetched.kv[:, :, first : first + load.tokens])
         for load, _, first in chunks
@@ -402,7 +402,7 @@ def stage(
             if runner.model.placement.away:  # [L, K, n, H], then as the store has it
                 keys, rope_of = block[:, 0][:, inside].swapaxes(1, 2), runner.model.config.rope_of
                 places = local[at][inside]
-                k = np.stack([rotated(it, places, rope_of(i)) for i, it in enumerate(keys)])
+                k = np.stack([rotated(head, places, rope_of(i)) for i, head in enumerate(keys)])
                 k = k.swapaxes(1, 2)
             host.put(rows, k, block[host.first_layer :, 1][:, inside])
     if runner.model.placement.away:
@@ -443,7 +443,7 @@ def place(
     for index in range(len(staged.blocks))[first:end]:
         block, kv = staged.blocks[index]
         at = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
-        placed = runner.cache.run(
+        placed = runner.cache.update(
             _place, runner.model.config, kv, page[at], local[at], rope, layers=layers
         )
         runner.staging.give(block, placed)

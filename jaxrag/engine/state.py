@@ -47,7 +47,7 @@ class EngineSettings:
       keep_events: how many events of chunks ``Engine.events`` gives.
       lockstep: nothing depends on time: loads and indexes are waited for where they are asked for.
         What several processes need that run one model together; where one of them leads, chunks
-        are read beside the computing, and count as there in the turn that the leader says.
+        are read beside the computing, and count as there in the iteration that the leader says.
     """
 
     scheduler: SchedulerSettings = dataclasses.field(default_factory=SchedulerSettings)
@@ -104,7 +104,8 @@ class State:
       scheduler: who is where, and who holds which pages.
       post: has a function called on the engine's thread, from any.
       clock: seconds.
-      now: of this turn by the leader's clock, by which all processes decide; None: ``clock`` does.
+      now: of this iteration by the leader's clock, by which all processes decide; None: ``clock``
+        does.
       compile_times: when its thread compiled.
       arena: chunk KV in host memory.
       links: from the stores, and from the arena.

@@ -37,7 +37,7 @@ class Ages:
     @classmethod
     def of(cls, since: Iterable[float], now: float) -> "Ages":
         """Of requests that have been there since then."""
-        ages = [max(now - it, 0.0) for it in since]
+        ages = [max(now - begun, 0.0) for begun in since]
         return cls(max(ages, default=0.0), sum(ages))
 
 
@@ -108,8 +108,8 @@ def status_of(state: State) -> EngineStatus:
     allocator = state.runner.cache.allocator
     sequences = list(scheduler.live.copy().values())
     queued = [sequence for sequence in sequences if sequence.status in QUEUED]
-    loading = [it.moments.copy() for it in sequences if it.status is RequestStatus.LOADING]
-    admitted = [it["admitted"] for it in loading if "admitted" in it]
+    loading = [seq.moments.copy() for seq in sequences if seq.status is RequestStatus.LOADING]
+    admitted = [moments["admitted"] for moments in loading if "admitted" in moments]
     ended = dict(scheduler.ended)
     finished, new_tokens = ended.get("finished", 0), scheduler.new_tokens
     answer = GENERATED * new_tokens / finished if finished else 0.0
@@ -117,10 +117,10 @@ def status_of(state: State) -> EngineStatus:
         requests={status.value: n for status, n in scheduler.counts.copy().items()},
         pages=_pages(allocator, sequences),
         rows=_rows(scheduler),
-        waiting=Ages.of((it.moments["added"] for it in queued), now),
+        waiting=Ages.of((sequence.moments["added"] for sequence in queued), now),
         loading=Ages.of(admitted, now),
         waiting_tokens=scheduler.waiting_tokens,
-        queued_cost=sum(it.cost + answer for it in queued),
+        queued_cost=sum(sequence.cost + answer for sequence in queued),
         rate=state.pace.per_second,
         ended=ended,
         new_tokens=new_tokens,
@@ -147,21 +147,21 @@ def tiers_of(state: State, hits: Mapping[HitKind, int]) -> Tiers:
 def all_status(engines: Mapping[str, EngineStatus]) -> EngineStatus:
     """Of several engines, by name, as one: sums, and the longest ages."""
     statuses = list(engines.values())
-    rates = [one.rate for one in statuses if one.rate is not None]
+    rates = [status.rate for status in statuses if status.rate is not None]
     return EngineStatus(
-        requests=_sum(one.requests for one in statuses),
-        pages=_sum(one.pages for one in statuses),
-        rows={f"{name}: {row}": n for name, one in engines.items() for row, n in one.rows.items()},
-        waiting=_ages(one.waiting for one in statuses),
-        loading=_ages(one.loading for one in statuses),
-        waiting_tokens=sum(one.waiting_tokens for one in statuses),
-        queued_cost=sum(one.queued_cost for one in statuses),
+        requests=_sum(status.requests for status in statuses),
+        pages=_sum(status.pages for status in statuses),
+        rows={f"{name}: {row}": n for name, its in engines.items() for row, n in its.rows.items()},
+        waiting=_ages(status.waiting for status in statuses),
+        loading=_ages(status.loading for status in statuses),
+        waiting_tokens=sum(status.waiting_tokens for status in statuses),
+        queued_cost=sum(status.queued_cost for status in statuses),
         rate=sum(rates) if rates else None,
-        ended=_sum(one.ended for one in statuses),
-        new_tokens=sum(one.new_tokens for one in statuses),
-        preempted=sum(one.preempted for one in statuses),
-        evicted=sum(one.evicted for one in statuses),
-        restarts=sum(one.restarts for one in statuses),
+        ended=_sum(status.ended for status in statuses),
+        new_tokens=sum(status.new_tokens for status in statuses),
+        preempted=sum(status.preempted for status in statuses),
+        evicted=sum(status.evicted for status in statuses),
+        restarts=sum(status.restarts for status in statuses),
     )
 
 
@@ -184,15 +184,15 @@ def all_tiers(engines: abc.Sequence[Tiers]) -> Tiers:
 
 
 def _sum[Name](counts: Iterable[Mapping[Name, int]]) -> dict[Name, int]:
-    found: Counter[Name] = Counter()
-    for it in counts:
-        found.update(it)
-    return dict(found)
+    total: Counter[Name] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)
 
 
-def _ages(found: Iterable[Ages]) -> Ages:
-    ages = list(found)
-    return Ages(max((it.longest for it in ages), default=0.0), sum(it.total for it in ages))
+def _ages(given: Iterable[Ages]) -> Ages:
+    ages = list(given)
+    return Ages(max((age.longest for age in ages), default=0.0), sum(age.total for age in ages))
 
 
 def _pages(allocator: PageAllocator, sequences: Iterable[Sequence]) -> dict[PageState, int]:

@@ -7,7 +7,7 @@ time that a program of the whole model takes, and is nearly as fast. Else it is 
 
 import dataclasses
 import functools
-from collections import abc
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +66,7 @@ class SamplingRows(struct.PyTreeNode):
     processors: ProcessorRows | None = None
 
     @classmethod
-    def of(cls, settings: abc.Sequence[SamplingParams]) -> "SamplingRows":
+    def of(cls, settings: Sequence[SamplingParams]) -> "SamplingRows":
         """On the host."""
         return on_host(
             cls,
@@ -166,7 +166,7 @@ def lower_steps(
     each = dict(zip(kinds, groups, strict=True)).values()
     return [
         _begin.lower(ends, rows, plan=plan),
-        *(_some_layers.lower(cache, x, it, ends, token, order, plan=plan) for it in each),
+        *(_some_layers.lower(cache, x, layers, ends, token, order, plan=plan) for layers in each),
         _end.lower(rows, _nothing_drawn(rows), ends, x, token, np.int32(0)),
     ]
 
@@ -336,7 +336,7 @@ def _sampled(
         slot=rows.slot + token.live,
         index=rows.index + 1,
     )
-    drawn = jax.tree.map(lambda all_, one: all_.at[:, at].set(one), drawn, new)
+    drawn = jax.tree.map(lambda all_, new: all_.at[:, at].set(new), drawn, new)
     return counted(rows), drawn
 
 

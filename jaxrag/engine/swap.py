@@ -46,7 +46,7 @@ def swap_in(
         else:
             put = runner.model.put_heads
             part = PagePool(put(k, _HEADS), put(v, _HEADS))
-        runner.cache.run(_scatter, padded, part)
+        runner.cache.update(_scatter, padded, part)
 
 
 @functools.partial(jax.jit, static_argnames=("num_layers",))

@@ -18,7 +18,7 @@ class Mailbox:
 
     Attributes:
       looked: when the thread last looked at what was posted, by ``clock``, or came on as
-        ``moved`` says; None before. It does after every turn of its work.
+        ``moved`` says; None before. It does after every piece of its work.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Mailbox:
             return self._drain()
 
     def moved(self) -> None:
-        """The thread has come on within a turn."""
+        """The thread has come on within an iteration."""
         self.looked = self._clock()
 
     def mine(self) -> bool:

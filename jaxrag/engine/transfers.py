@@ -60,7 +60,7 @@ class Transfers:
         self._reading: dict[str, ReadBatch] = {}  # chunks that are read from a store
         self._lock = threading.Lock()  # of what is read, and the requests that wait for it
         self._numbers = itertools.count()
-        self._flying: dict[int, SharedRead] = {}  # reads of several processes, by their number
+        self._shared_reads: dict[int, SharedRead] = {}  # of several processes, by number
         self.hits = Counter[HitKind]()
 
     @property
@@ -115,7 +115,7 @@ class Transfers:
             try:
                 place(self._state.runner, batch.staged, pages, first, end)
             except Exception as error:
-                raise Broken(error, [it.owner for it in batch.waiting.values()]) from error
+                raise Broken(error, [chunk.owner for chunk in batch.waiting.values()]) from error
             batch.placed = min(end, len(blocks))
             left -= max((batch.placed - first) * size, 1)
             if batch.placed == len(blocks):
@@ -127,9 +127,9 @@ class Transfers:
         """All chunks of a batch are in the pool."""
         state = self._state
         self._done(batch)
-        for load, found, _ in staged.chunks:
-            self._pending.pop(load.key).owner.came(load.key, found)
-            self.hits[found.counted] += 1
+        for load, origin, _ in staged.chunks:
+            self._pending.pop(load.key).owner.came(load.key, origin)
+            self.hits[origin.counted] += 1
             state.note("placed", load.key)
             for number in state.scheduler.staged(
                 load.key, load.tokens, staged.dropped.get(load.key)
@@ -172,14 +172,14 @@ class Transfers:
         before = len(self._to_encode)
         chunks = self._to_encode.take(self._is_wanted)
         try:
-            made = encode([it.load for it in chunks], reads=chunks[0].stores) if chunks else []
+            made = encode([late.load for late in chunks], reads=chunks[0].stores) if chunks else []
         except Exception as error:
-            self._lost([it for it in chunks if it.claim()], error)
+            self._lost([chunk for chunk in chunks if chunk.claim()], error)
             return True
-        for chunk, it in zip(chunks, made, strict=True):
+        for chunk, encoded in zip(chunks, made, strict=True):
             if chunk.claim():
                 self._call_off(chunk)
-                self._keep(chunk, it)
+                self._keep(chunk, encoded)
         return len(self._to_encode) < before
 
     def _is_wanted(self, chunk: PendingChunk) -> bool:
@@ -219,34 +219,34 @@ class Transfers:
         if batch is not None and read is not None and self._state.links.give_up(read):
             with self._lock:  # later requests do not wait for it
                 self._forget(batch)
-        chunk.found, chunk.stores = ChunkOrigin("encoded", why), False
+        chunk.origin, chunk.stores = ChunkOrigin("encoded", why), False
         self._to_encode.append(chunk)
 
-    def _refused(self, chunk: PendingChunk, found: ChunkOrigin | None, stores: bool = True) -> None:
+    def _refuse(self, chunk: PendingChunk, origin: ChunkOrigin | None, stores: bool = True) -> None:
         """No store gives a chunk: it is encoded, or its requests compute it in place.
 
-        ``found`` None: another process encodes it, and it is looked for again.
+        ``origin`` None: another process encodes it, and it is looked for again.
         """
         if chunk.late or not self._is_open(chunk):
             chunk.release()
             return
-        if found is None:
+        if origin is None:
             chunk.wait(self._state.moment())
             return
-        chunk.deadline, chunk.found, chunk.stores = None, found, stores
+        chunk.deadline, chunk.origin, chunk.stores = None, origin, stores
         if chunk.load.misses == "encode":
             self._to_encode.append(chunk)
             return
         chunk.claim()
         state, key = self._state, chunk.load.key
         del self._pending[key]
-        chunk.owner.came(key, found)
+        chunk.owner.came(key, origin)
         self.hits["in place"] += 1
         for number in state.scheduler.refused(key):  # they ask for other pages then
             sequence = state.live[number]
             load = sequence.loads.get(key)  # None: it waits for all layers, and needs some
             if load is not None and load.misses == "in_place":
-                sequence.came(key, found)
+                sequence.came(key, origin)
 
     def _failed(self, chunks: Iterable[PendingChunk], error: BaseException) -> None:
         """A read failed: its chunks are computed where they may be, else their requests fail."""
@@ -254,7 +254,7 @@ class Transfers:
         for chunk in chunks:
             if isinstance(error, LinkOpen) or chunk.deadline is not None:
                 how = "encoded" if chunk.load.misses == "encode" else "nowhere"
-                self._refused(chunk, ChunkOrigin(how, str(error)), stores=False)  # type: ignore[arg-type]
+                self._refuse(chunk, ChunkOrigin(how, str(error)), stores=False)  # type: ignore[arg-type]
             elif not chunk.late and self._is_open(chunk):
                 lost.append(chunk)
         self._lost(lost, error)
@@ -273,7 +273,7 @@ class Transfers:
         """Fetch chunks from the arena or their stores, or join reads that have begun."""
         arena, runner = self._state.arena, self._state.runner
         held: dict[str, HostArray] = {}
-        found: dict[str, ChunkOrigin] = {}
+        origins: dict[str, ChunkOrigin] = {}
         absent: list[ChunkLoad] = []
         for key, chunk in new.items():
             if self._join(chunk, order):
@@ -285,14 +285,14 @@ class Transfers:
                 absent.append(chunk.load)
             else:
                 held[key] = kv
-                found[key] = ChunkOrigin("store" if arena.use(key) else "host")
+                origins[key] = ChunkOrigin("store" if arena.use(key) else "host")
 
         def batch(group: abc.Sequence[ChunkLoad], held: bool) -> ReadBatch:
             return ReadBatch(group, {load.key: new[load.key] for load in group}, held)
 
         for group in groups(new[key].load for key in held):
-            job = functools.partial(fetch_held, runner, group, held, found)
-            self._run(batch(group, True), self._state.arena_link, order, job)
+            job = functools.partial(fetch_held, runner, group, held, origins)
+            self._submit_read(batch(group, True), self._state.arena_link, order, job)
         for group in groups(absent):
             self._read(batch(group, False), order)
 
@@ -318,9 +318,11 @@ class Transfers:
                 self._state.note("read", load.key)
             return fetch(self._state.runner, batch.loads)
 
-        self._run(batch, self._state.link_of(batch.loads[0].encoding.store), order, read)
+        self._submit_read(batch, self._state.link_of(batch.loads[0].encoding.store), order, read)
 
-    def _run(self, batch: ReadBatch, link: Link, order: Order, job: Callable[[], Fetched]) -> None:
+    def _submit_read(
+        self, batch: ReadBatch, link: Link, order: Order, job: Callable[[], Fetched]
+    ) -> None:
         """Fetch on a thread of the link; at once where time does not count."""
         state = self._state
         for chunk in batch.waiting.values():
@@ -328,15 +330,15 @@ class Transfers:
         nbytes = sum(load.nbytes for load in batch.loads)
         if state.settings.lockstep:
             if state.report is None:
-                self._fetched(batch, result_of(job))
+                self._on_fetched(batch, result_of(job))
             else:
-                self._fly(batch, link, nbytes, state.report)
+                self._read_own_part(batch, link, nbytes, state.report)
             return
-        then = functools.partial(self._fetched, batch)
-        with self._lock:  # ``_fetched`` sees the batch with its read
+        then = functools.partial(self._on_fetched, batch)
+        with self._lock:  # ``_on_fetched`` sees the batch with its read
             batch.read = state.links.submit(link, order, nbytes, job, then)
 
-    def _fly(
+    def _read_own_part(
         self, batch: ReadBatch, link: Link, nbytes: int, report: Callable[[int], None]
     ) -> None:
         """Read this process's part on a thread of the link, and report that it is there.
@@ -344,11 +346,11 @@ class Transfers:
         All processes begin the same reads in the same order, so that none waits for one that
         another cannot begin.
         """
-        number, flight = next(self._numbers), SharedRead(batch)
-        self._flying[number] = flight
+        number, shared = next(self._numbers), SharedRead(batch)
+        self._shared_reads[number] = shared
 
         def then(own: tuple[OwnRead, HostArray | None] | BaseException) -> bool:
-            flight.own = own
+            shared.own = own
             report(number)
             return True
 
@@ -360,14 +362,14 @@ class Transfers:
         batch.read = self._state.links.submit(link, _FIRST_COME, nbytes, job, then)
 
     def loaded(self, number: int) -> None:
-        """Every process has read its part of a batch; all are told in the same turn."""
-        flight = self._flying.pop(number)
-        batch, own = flight.batch, flight.own
+        """Every process has read its part of a batch; all are told in the same iteration."""
+        shared = self._shared_reads.pop(number)
+        batch, own = shared.batch, shared.own
         assert own is not None
-        if not self._fetched(batch, result_of(functools.partial(agreed, batch.loads, own))):
+        if not self._on_fetched(batch, result_of(functools.partial(agreed, batch.loads, own))):
             self._done(batch)
 
-    def _fetched(self, batch: ReadBatch, answer: Fetched | BaseException) -> bool:
+    def _on_fetched(self, batch: ReadBatch, answer: Fetched | BaseException) -> bool:
         """Keep what was fetched, and stage what is waited for; True where its bytes are held."""
         batch.mark("read", self._state.clock())
         kept = result_of(functools.partial(batch.keep, self._state.arena, answer))
@@ -396,7 +398,7 @@ class Transfers:
         else:  # it was read ahead, or comes too late
             drop(self._state.runner, answer)
         if batch.waiting or refused:
-            self._post(functools.partial(self._came, batch, staged, refused))
+            self._post(functools.partial(self._on_staged, batch, staged, refused))
         return bool(batch.waiting)
 
     def _stage(self, batch: ReadBatch, fetched: Fetched) -> Staged:
@@ -407,7 +409,7 @@ class Transfers:
         batch.mark("staged", self._state.clock())
         return staged
 
-    def _came(
+    def _on_staged(
         self,
         batch: ReadBatch,
         staged: Staged | BaseException | None,
@@ -423,8 +425,8 @@ class Transfers:
         elif staged is not None:
             batch.staged = staged
             self._staged.append(batch)
-        for chunk, found in refused:
-            self._refused(chunk, found)
+        for chunk, origin in refused:
+            self._refuse(chunk, origin)
 
     def _keep(self, chunk: PendingChunk, made: NewlyEncoded) -> None:
         """Store a chunk that was encoded, and stage it."""
@@ -433,7 +435,7 @@ class Transfers:
 
         def kept() -> Staged:
             try:
-                fetched = keep(load, chunk.found, made, stores=chunk.stores)
+                fetched = keep(load, chunk.origin, made, stores=chunk.stores)
             finally:
                 chunk.release()
             staged = self._stage(batch, fetched)
@@ -448,7 +450,7 @@ class Transfers:
 
         def then(answer: tuple[Staged | BaseException] | BaseException) -> bool:
             outcome = answer if isinstance(answer, BaseException) else answer[0]
-            self._post(functools.partial(self._came, batch, outcome))
+            self._post(functools.partial(self._on_staged, batch, outcome))
             return False
 
         if state.settings.lockstep:
@@ -463,7 +465,7 @@ class Transfers:
             batch = self._reading.get(chunk.load.key)
             if batch is None or batch.read is None:
                 return
-            wanted = not all(it.claimed for it in batch.waiting.values())
+            wanted = not all(chunk.claimed for chunk in batch.waiting.values())
             if not wanted and self._state.links.cancel(batch.read):
                 self._forget(batch)
 
@@ -479,7 +481,9 @@ class Transfers:
         nbytes, most = load.nbytes, state.arena.max_bytes
         return not (
             store.private
-            or any(state.runner.has(it) or it in state.arena for it in (load.key, load.stored_key))
+            or any(
+                state.runner.has(key) or key in state.arena for key in (load.key, load.stored_key)
+            )
             or load.key in self._reading
             or nbytes > most
             or state.links.is_open(state.link_of(store))

@@ -48,7 +48,7 @@ def programs_of(
     }
     sampling = sampling_rows([sequence] * rows, rows)
     lowered["first", rows] = sample_first.lower(prefill.prefilled.logits, sampling)
-    for load in {it.layers: it for it in sequence.loads.values()}.values():
+    for load in {load.layers: load for load in sequence.loads.values()}.values():
         lowered["place", load.layers] = lower_place(runner, load)
     if batch is not None and not rule.sparse:
         made = DecodeBatch(runner, batch)

@@ -1,4 +1,4 @@
-"""Requests and turns as bytes, for the processes of one model: JSON, with arrays as base64.
+"""Requests and iterations as bytes, for the processes of one model: JSON, with arrays as base64.
 
 Nothing is called or imported by name: only what TYPES lists can come out.
 """
@@ -23,10 +23,10 @@ from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import Method
 from jaxrag.reuse.select import SELECTORS
 
-MAX_BYTES = 256 << 20  # of one turn
+MAX_BYTES = 256 << 20  # of one iteration
 TYPES: dict[str, type[Any]] = {
-    it.__name__: it
-    for it in (
+    kind.__name__: kind
+    for kind in (
         Prompt,
         Method,
         SamplingParams,
@@ -38,7 +38,7 @@ TYPES: dict[str, type[Any]] = {
     )
 }
 _NDIM = {"int32": (1,), "float32": (2, 5)}  # of arrays: token ids, and vectors of a primer, or KV
-_FIELDS = {it.name for it in dataclasses.fields(Request)} - {"store"}
+_FIELDS = {field.name for field in dataclasses.fields(Request)} - {"store"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +92,11 @@ _COMMANDS: dict[str, type[Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineTurn:
-    """What every process does next: one turn of the engine's loop.
+class EngineIteration:
+    """What every process does next: one iteration of the engine's loop.
 
     Attributes:
-      number: counts the turns.
+      number: counts the iterations.
       now: its time, by the leader's clock.
       commands: that are carried out before it.
       rests: there is nothing to do; the batches' memory goes.
@@ -108,29 +108,31 @@ class EngineTurn:
     rests: bool = False
 
 
-def turn_bytes(turn: EngineTurn) -> bytes:
-    """A turn as it is sent. Raises EngineError for one above MAX_BYTES."""
-    commands = [_command_table(command) for command in turn.commands]
-    table = {"turn": turn.number, "now": turn.now, "rests": turn.rests, "commands": commands}
-    data = json.dumps(table, separators=(",", ":")).encode()
+def iteration_bytes(iteration: EngineIteration) -> bytes:
+    """An iteration as it is sent. Raises EngineError for one above MAX_BYTES."""
+    commands = [_command_table(command) for command in iteration.commands]
+    table = {"iteration": iteration.number, "now": iteration.now, "rests": iteration.rests}
+    data = json.dumps(table | {"commands": commands}, separators=(",", ":")).encode()
     if len(data) > MAX_BYTES:
-        raise EngineError(f"a turn of {len(data)} bytes: at most {MAX_BYTES} are sent")
+        raise EngineError(f"an iteration of {len(data)} bytes: at most {MAX_BYTES} are sent")
     return data
 
 
-def turn_of(data: bytes, stores: Mapping[str, KVStore]) -> EngineTurn:
-    """A turn as it was sent; ``stores``: by name. Raises EngineError for anything else."""
+def iteration_of(data: bytes, stores: Mapping[str, KVStore]) -> EngineIteration:
+    """An iteration as it was sent; ``stores``: by name. Raises EngineError for anything else."""
     try:
         table = json.loads(data)
         commands = tuple(_command(command, stores) for command in table["commands"])
-        return EngineTurn(int(table["turn"]), float(table["now"]), commands, bool(table["rests"]))
+        return EngineIteration(
+            int(table["iteration"]), float(table["now"]), commands, bool(table["rests"])
+        )
     except (ValueError, KeyError, TypeError, RecursionError, JaxragError) as error:
-        raise EngineError(f"the leader sent no turn: {' '.join(str(error).split())}") from None
+        raise EngineError(f"the leader sent no iteration: {' '.join(str(error).split())}") from None
 
 
 def _command_table(command: Command) -> dict[str, Any]:
     if not isinstance(command, Submit):
-        [name] = (name for name, it in _COMMANDS.items() if isinstance(command, it))
+        [name] = (name for name, kind in _COMMANDS.items() if isinstance(command, kind))
         return {"command": name, **dataclasses.asdict(command)}
     return {
         "command": "submit",
@@ -176,7 +178,7 @@ def _plain(value: Any) -> Any:
         held = base64.b64encode(value.tobytes()).decode()
         return {value.dtype.name: held, "shape": list(value.shape)}
     if isinstance(value, tuple | list):
-        return [_plain(it) for it in value]
+        return [_plain(element) for element in value]
     if isinstance(value, frozenset):
         return sorted(value)
     if TYPES.get(type(value).__name__) is not type(value):
@@ -190,7 +192,7 @@ def _plain(value: Any) -> Any:
 def _value(plain: Any) -> Any:
     """What ``_plain`` was given, with every sequence a tuple."""
     if isinstance(plain, list):
-        return tuple(_value(it) for it in plain)
+        return tuple(_value(element) for element in plain)
     if not isinstance(plain, dict):
         return plain
     for dtype in _NDIM.keys() & plain.keys():
@@ -199,5 +201,5 @@ def _value(plain: Any) -> Any:
             return flat.reshape(plain["shape"])
         except binascii.Error as error:
             raise ValueError(str(error)) from None
-    fields = {name: _value(it) for name, it in plain.items() if name != "is"}
+    fields = {name: _value(held) for name, held in plain.items() if name != "is"}
     return TYPES[plain["is"]](**fields)

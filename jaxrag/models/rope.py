@@ -102,8 +102,8 @@ def _table(
     ropes: tuple[RopeConfig, ...], kinds: tuple[int, ...] | None, positions: HostArray
 ) -> RopeTable:
     angles = [positions.astype(np.float64)[:, None] * frequencies(rope) for rope in ropes]
-    turns = angles[0] if kinds is None else np.stack(angles)
-    both = (np.cos(turns).astype(np.float32), np.sin(turns).astype(np.float32))
+    angle = angles[0] if kinds is None else np.stack(angles)
+    both = (np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
     cos, sin = jax.device_put(both)  # jnp.asarray would compile a program for each shape
     factors = [attention_factor(rope) for rope in ropes]
     differ = jax.device_put(np.array(factors, np.float32)) if len(set(factors)) > 1 else None
@@ -126,10 +126,10 @@ def scale_rotary(x: Array, table: Rope, rope: RopeConfig) -> Array:
 
 def place(x: Array, positions: Array, table: Rope, rope: RopeConfig) -> Array:
     """Give heads x [..., T, heads, H] their positions [..., T]: rotation and attention factor."""
-    return turn(scale_rotary(x, table, rope), positions, table, rope)
+    return rotate_by(scale_rotary(x, table, rope), positions, table, rope)
 
 
-def turn(x: Array, by: Array, table: Rope, rope: RopeConfig) -> Array:
+def rotate_by(x: Array, by: Array, table: Rope, rope: RopeConfig) -> Array:
     """Rotate heads x [..., T, heads, H] by ``by`` [..., T] >= 0 positions more."""
     cos, sin = (part[..., None, :] for part in table.at(by))
     return rotate(x, cos, sin, interleaved=rope.interleaved)

@@ -119,7 +119,7 @@ class Method:
                 f"method {self.name!r} computes the whole prompt: there is nothing to select; "
                 f"name an encoder, or leave selector, recompute_ratio and first_encoder out"
             )
-        if self.primer is not None and not self.reads_primed:
+        if self.primer is not None and not self.sees_primer:
             raise RequestError(
                 f"method {self.name!r} reads no chunks that are encoded behind a primer: leave "
                 f"primer={self.primer!r} out, or choose primed or primed_fusion"
@@ -227,7 +227,7 @@ class Method:
         return tuple(dict.fromkeys(filter(None, (self.encoder, self.first_encoder))))
 
     @property
-    def reads_primed(self) -> bool:
+    def sees_primer(self) -> bool:
         """Is any chunk's KV such as it is behind a primer, or between its vectors?"""
         return "primed" in self.encoders or self.wraps
 
@@ -390,7 +390,7 @@ def choices(config: ModelConfig, reading: Reading) -> tuple[Choice, ...]:
     tuned = [name for name in _TUNED if METHODS[name].positions in reading.block_positions]
     roomy = config.vocab_size >= _VOCABULARY and config.max_positions >= _CONTEXT
     fit = [name for name in _UNTUNED if not METHODS[name].lacks_bos(config)]
-    untuned = [name for name in fit if roomy or not METHODS[name].reads_primed]
+    untuned = [name for name in fit if roomy or not METHODS[name].sees_primer]
     found = [_choice(METHODS[name], config) for name in tuned or untuned]
     first = next((choice for choice in found if choice.refused is None), None)
     return tuple(dataclasses.replace(choice, default=choice is first) for choice in found)

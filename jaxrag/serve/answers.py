@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 import queue
 from collections.abc import (
@@ -141,7 +140,7 @@ class Growing:
         """Whether its text is complete, as at a stop string."""
         return self._answer.finish_reason is not None
 
-    def sink(self, progress: Progress) -> bool:
+    def on_progress(self, progress: Progress) -> bool:
         """Take the engine's progress; whether its text is complete."""
         if progress.error is not None:
             self._notify(progress.error)
@@ -200,7 +199,7 @@ class Stream:
         news: queue.SimpleQueue[News] = queue.SimpleQueue()
         engine = engine_of(self._question.settings.model)
         request = dataclasses.replace(self._question, watched=True)
-        number: int | None = engine.add(request, Growing(self._question, news.put).sink)
+        number: int | None = engine.add(request, Growing(self._question, news.put).on_progress)
         try:
             while self.result is None:
                 item = news.get()
@@ -266,7 +265,7 @@ async def _answered(question: ReadyQuestion) -> AsyncGenerator[str | Result, Non
         loop.call_soon_threadsafe(news.put_nowait, item)
 
     engine = engine_of(question.settings.model)
-    number: int | None = engine.add(question, Growing(question, notify).sink)
+    number: int | None = engine.add(question, Growing(question, notify).on_progress)
     try:
         while number is not None:
             item = await news.get()
@@ -302,6 +301,13 @@ def serve(questions: Sequence[ReadyQuestion], batch_size: int) -> Iterator[dict[
     with_engine: dict[int, int] = {}  # by index the number there
     waiting = iter(range(len(ready)))
 
+    def notify_of(index: int) -> Callable[[News], None]:
+        def notify(item: News) -> None:
+            if not isinstance(item, Piece):
+                news.put((index, item))
+
+        return notify
+
     def ask(indices: Iterable[int]) -> dict[int, Result]:
         """Hand questions over, at one moment; returns what the model is not asked."""
         chosen = list(indices)
@@ -311,7 +317,7 @@ def serve(questions: Sequence[ReadyQuestion], batch_size: int) -> Iterator[dict[
         asked = [
             (
                 dataclasses.replace(ready[i], rows=batch_size),
-                Growing(ready[i], functools.partial(_whole, news, i)).sink,
+                Growing(ready[i], notify_of(i)).on_progress,
             )
             for i in chosen
             if i not in silent
@@ -347,14 +353,7 @@ def _current(question: ReadyQuestion) -> ReadyQuestion:
     # Processes in lockstep ask the same: none may see a change that the others have not seen.
     if engine_of(question.settings.model).settings.lockstep or question.is_current:
         return question
-    return dataclasses.replace(question.again(), rows=question.rows)
-
-
-def _whole(
-    news: "queue.SimpleQueue[tuple[int, Result | BaseException]]", index: int, item: News
-) -> None:
-    if not isinstance(item, Piece):
-        news.put((index, item))
+    return dataclasses.replace(question.prepare_again(), rows=question.rows)
 
 
 def abstained(question: ReadyQuestion) -> Result:
@@ -420,9 +419,9 @@ def _cited(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> tuple[s
     attribution = Attribution(attribution.votes[:, passages], attribution.most[:, passages])
     numbers = [source.number for source in question.sources]
     tokenizer = question.settings.model.text_tokenizer()
-    found = citations_of(tokenizer, answer.token_ids, answer.text, attribution, numbers)
+    citations = citations_of(tokenizer, answer.token_ids, answer.text, attribution, numbers)
     return (
-        marked(answer.text, found)
+        marked(answer.text, citations)
         if question.settings.ask.cite == "marks"
-        else (answer.text, found)
+        else (answer.text, citations)
     )

@@ -114,14 +114,14 @@ def _check_choice(name: str, value: Any) -> None:
 
 def _check_stop(name: str, value: Any) -> None:
     texts = isinstance(value, Sequence) and not isinstance(value, str)
-    if not texts or not all(isinstance(one, str) and one for one in value):
+    if not texts or not all(isinstance(text, str) and text for text in value):
         raise RequestError(f"{name}={value!r}: expected a list of non-empty strings")
 
 
 def _check_sampling(name: str, value: Any) -> None:
     if value is None or isinstance(value, SamplingParams):
         return
-    if not is_list(value) or not all(isinstance(one, SamplingParams) for one in value):
+    if not is_list(value) or not all(isinstance(params, SamplingParams) for params in value):
         raise RequestError(
             f"{name}={reprlib.repr(value)}: expected jaxrag.Sampling, such as "
             "jaxrag.Sampling(temperature=0.7), or a list with one for each question"

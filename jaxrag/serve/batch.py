@@ -111,7 +111,7 @@ def answer_file(
                 answers.write({"id": q.id, "error": q.reason} for q in bad)
                 refused += bad
                 bar.update(len(bad))
-                for batch in serve([one for _, one in ready], batch_size):
+                for batch in serve([question for _, question in ready], batch_size):
                     answers.write(_line(ready[i][0], result) for i, result in batch.items())
                     answered += len(batch)
                     generated += sum(len(result.token_ids) for result in batch.values())
@@ -144,11 +144,11 @@ def _prepare_all(
             continue
         own = dataclasses.replace(sampling, seed=question_seed(sampling.seed, question.id))
         try:
-            one = prepare(settings, question.text, question.documents, own)
+            prepared = prepare(settings, question.text, question.documents, own)
         except RequestError as error:
             bad.append(BadQuestion(question.id, str(error)))
         else:
-            ready.append((question.id, one))
+            ready.append((question.id, prepared))
     return ready, bad
 
 

@@ -100,6 +100,6 @@ def _sentence_end(text: str, start: int, limit: int) -> int:
 
 
 def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
-    said = text[start:end]
-    start += len(said) - len(said.lstrip())
-    return start, start + len(said.strip())
+    text_between = text[start:end]
+    start += len(text_between) - len(text_between.lstrip())
+    return start, start + len(text_between.strip())

@@ -49,7 +49,7 @@ def chosen_primer(kb: KnowledgeBase | None, method: Method) -> Primer | None:
     Raises RequestError for another one than that of the knowledge base, or than the method reads,
     ConfigError for one that there is not.
     """
-    if not method.reads_primed:
+    if not method.sees_primer:
         return None
     if method.wraps and kb is not None:
         raise RequestError(
@@ -121,8 +121,8 @@ def default_method(model: Model, kb: KnowledgeBase | None) -> Method:
         return default_choice(model.config, model.reading).method
     if plain.encoder in kb.encoders and not untuned(model, kb, plain, kb.template):
         return plain
-    found = suiting(kb, model)
-    return next((METHODS[name] for name in _FOR_STOCK if name in found), plain)
+    suited = suiting(kb, model)
+    return next((METHODS[name] for name in _FOR_STOCK if name in suited), plain)
 
 
 def check_backend(model: Model, method: Method) -> None:
@@ -139,7 +139,7 @@ def check_backend(model: Model, method: Method) -> None:
             "decode out"
         )
     if not method.as_stored:
-        known = ", ".join(name for name, it in METHODS.items() if it.as_stored)
+        known = ", ".join(name for name, preset in METHODS.items() if preset.as_stored)
         raise RequestError(
             f"method {method.name!r}: {engine} computes nothing again and attends to all of a "
             f"prompt; choose one of {known}"
@@ -150,8 +150,8 @@ def for_no_chunks(method: Method, ask: Ask) -> Method:
     """A default method where a prompt has no chunks: none is chosen by the question, turns stay."""
     if ask.method is not None or len(ask.blocks):
         return method
-    said = {name: getattr(method, name) for name in ("misses", "prefix_cache", "decode")}
-    return dataclasses.replace(METHODS["turborag"], **said)
+    changes = {name: getattr(method, name) for name in ("misses", "prefix_cache", "decode")}
+    return dataclasses.replace(METHODS["turborag"], **changes)
 
 
 def untuned(
@@ -169,7 +169,7 @@ def untuned(
     gate = None if kb is None else kb.gates.get(method.name)
     if gate is not None and gate["subject"] == gate_subject(method, template) and not gate["ratio"]:
         return ()
-    if method.reads_primed:
+    if method.sees_primer:
         return ()
     best = default_choice(model.config, model.reading)
     return (
@@ -236,8 +236,8 @@ def suited(kb: KnowledgeBase) -> tuple[str, ...]:
     model = kb.model
     if model is None:
         return ()
-    found = suiting(kb, model)
-    return tuple(it for it in found if not untuned(model, kb, METHODS[it], kb.template))
+    suited = suiting(kb, model)
+    return tuple(name for name in suited if not untuned(model, kb, METHODS[name], kb.template))
 
 
 def renamed(method: Method, template: PromptTemplate) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ class Conversation:
     @property
     def has_tools(self) -> bool:
         """Whether tools are called in it, or say something."""
-        return any(it["role"] == "tool" or "tool_calls" in it for it in self.messages)
+        return any(entry["role"] == "tool" or "tool_calls" in entry for entry in self.messages)
 
 
 def check_size(model: Model, parts: Iterable[Text]) -> None:
@@ -97,7 +97,7 @@ def questions_of(question: Any) -> tuple[list[Text], bool]:
     """The questions, and whether it was a single one. Raises RequestError for what is none."""
     if isinstance(question, str) or is_ids(question):
         return [question], True
-    if not is_list(question) or not all(isinstance(one, str) or is_ids(one) for one in question):
+    if not is_list(question) or not all(isinstance(text, str) or is_ids(text) for text in question):
         raise RequestError(
             f"question={reprlib.repr(question)}: expected a text, token ids, or a list of these"
         )
@@ -120,34 +120,34 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
         )
     read = message_of if wire else _message
     given = [read(f"messages[{place}]", message) for place, message in enumerate(messages)]
-    said = _turns(given) if wire else [(entry["role"], entry["content"]) for entry in given]
-    count, system = len(said), ""
-    if said[0][0] == "system":
-        first = said.pop(0)[1]
+    turns = _turns(given) if wire else [(entry["role"], entry["content"]) for entry in given]
+    count, system = len(turns), ""
+    if turns[0][0] == "system":
+        first = turns.pop(0)[1]
         if not isinstance(first, str):
             raise RequestError("messages[0]: expected a text of the system")
         system = first
     if wire:
-        leads = [("user", "")] * (not said or said[0][0] == "assistant")
-        said = [*leads, *said]
-        said += [("user", "")] * (said[-1][0] == "assistant")
-    for place, (role, _) in enumerate(said):
+        leads = [("user", "")] * (not turns or turns[0][0] == "assistant")
+        turns = [*leads, *turns]
+        turns += [("user", "")] * (turns[-1][0] == "assistant")
+    for place, (role, _) in enumerate(turns):
         turn = ("user", "assistant")[place % 2]
         if role != turn:
             raise RequestError(
-                f"messages[{place + count - len(said)}] is of the {role}: expected one of the "
+                f"messages[{place + count - len(turns)}] is of the {role}: expected one of the "
                 f"{turn}, as user and assistant take turns and a system message comes first"
             )
-    if not len(said) % 2:
+    if not len(turns) % 2:
         raise RequestError(
             "the last of messages is not of the user: expected what is to be answered now"
         )
-    questions = tuple(content for _, content in said[::2])
+    questions = tuple(content for _, content in turns[::2])
     if len({isinstance(question, str) for question in questions}) > 1 or (
         system and not isinstance(questions[0], str)
     ):
         raise RequestError("messages: expected all of system and user as text, or all as token ids")
-    answers = tuple(content for _, content in said[1::2])
+    answers = tuple(content for _, content in turns[1::2])
     verbatim = tuple(given) if all(isinstance(entry["content"], str) for entry in given) else ()
     return Conversation(questions, answers, system, True, query, verbatim)
 
@@ -227,10 +227,10 @@ class FoundChunk:
 def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[FoundChunk]:
     """The chunks of a prompt in its order, numbered best first, the newest question's before."""
     new = set(map(id, newest))
-    best = sorted(members, key=lambda one: (id(one) not in new, one.source.number))
-    numbers = {id(one): number for number, one in enumerate(best, 1)}
+    best = sorted(members, key=lambda hit: (id(hit) not in new, hit.source.number))
+    numbers = {id(hit): number for number, hit in enumerate(best, 1)}
     sources = (dataclasses.replace(member.source, number=numbers[id(member)]) for member in members)
-    return [dataclasses.replace(one, source=own) for one, own in zip(members, sources, strict=True)]
+    return [dataclasses.replace(hit, source=own) for hit, own in zip(members, sources, strict=True)]
 
 
 def laid_out(
@@ -256,37 +256,37 @@ def laid_out(
     """
     chunks: list[HostArray] = []
     turns, members = list[int](), list[FoundChunk]()
-    said = _NOTHING  # since the last part
+    pending = _NOTHING  # since the last part
 
-    for number, (one, passages) in enumerate(zip(asked, found, strict=True)):
-        before = one.before if number else _NOTHING
+    for number, (ids, passages) in enumerate(zip(asked, found, strict=True)):
+        before = ids.before if number else _NOTHING
         if passages and number:
             if earlier == "exact":
                 turns.append(len(chunks))
-                chunks.append(_joined(said, before))
+                chunks.append(_joined(pending, before))
             else:
                 chunks[-1] = _joined(chunks[-1], before)
-            said = before = _NOTHING
+            pending = before = _NOTHING
         chunks += map(wrap, passages)
         members += passages
-        said = _joined(said, before, one.final)
+        pending = _joined(pending, before, ids.final)
         if number == len(answers):
             break
-        said = _joined(said, answers[number])
+        pending = _joined(pending, answers[number])
         if earlier == "exact":
             turns.append(len(chunks))
-            chunks.append(said[:-1])
-            said = said[-1:]
+            chunks.append(pending[:-1])
+            pending = pending[-1:]
         else:
-            text = shown(said)
+            text = shown(pending)
             source = Source(f"turn {number}", 0, None, None, text, end=len(text))
-            members.append(FoundChunk(source, "", said, bare=True))
-            chunks.append(said)
-            said = _NOTHING
-    shift = len(said) - len(asked[-1].final)
+            members.append(FoundChunk(source, "", pending, bare=True))
+            chunks.append(pending)
+            pending = _NOTHING
+    shift = len(pending) - len(asked[-1].final)
     first, last = asked[-1].question
     span = shift + first, shift + last
-    prompt = Prompt(asked[0].before, tuple(chunks), said, question=span)
+    prompt = Prompt(asked[0].before, tuple(chunks), pending, question=span)
     return prompt.with_turns(turns), members
 
 

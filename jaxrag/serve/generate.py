@@ -235,11 +235,11 @@ def _ready(
     check_flag("stream", stream)
     if rows is not None:
         check_count("batch_size", rows)
-    said: dict[str, Any] = {**options}
-    said.pop("batch_size", None)
-    kb, documents, model = (said.pop(name, None) for name in ("kb", "documents", "model"))
-    neighbours = said.pop("neighbours", "corpus")
-    ask = Ask(**said)
+    fields: dict[str, Any] = {**options}
+    fields.pop("batch_size", None)
+    kb, documents, model = (fields.pop(name, None) for name in ("kb", "documents", "model"))
+    neighbours = fields.pop("neighbours", "corpus")
+    ask = Ask(**fields)
     asked: list[Text] | list[Conversation]
     if messages is None:
         if ask.earlier_turns != "exact":
@@ -260,7 +260,7 @@ def _ready(
     settings = resolve(ask, kb=kb, model=model, neighbours=neighbours)
     pairs = zip(asked, samplings, strict=True)
     ready = (prepare(settings, text, documents, own) for text, own in pairs)
-    return [dataclasses.replace(it, rows=rows or 1) for it in ready], single
+    return [dataclasses.replace(prepared, rows=rows or 1) for prepared in ready], single
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Ask)}

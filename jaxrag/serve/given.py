@@ -46,7 +46,7 @@ def behind_given(
         return ()
     if source == "prompt":
         own = [ids for _, ids in given]
-        return [Placed(ids, it) for ids, it in zip(own, each_other(own, room), strict=True)]
+        return [Placed(ids, others) for ids, others in zip(own, each_other(own, room), strict=True)]
     if source == "corpus" and kb is None:
         if method.misses == "in_place":  # nothing is encoded, and what is found had none either
             return [Placed(ids, ()) for _, ids in given]
@@ -99,9 +99,9 @@ def on_neighbours(
 def given_chunk(what: str, document: Text | Passage, model: Model) -> FoundChunk:
     """A text or token ids passed by the caller, as one chunk."""
     if isinstance(document, Passage):
-        found = given_chunk(what, document.text, model)
-        source = dataclasses.replace(found.source, document_id=document.document_id or what)
-        return dataclasses.replace(found, source=source, title=document.title)
+        chunk = given_chunk(what, document.text, model)
+        source = dataclasses.replace(chunk.source, document_id=document.document_id or what)
+        return dataclasses.replace(chunk, source=source, title=document.title)
     if isinstance(document, str):
         check_text(what, document)
         ids, text = model.text_tokenizer().encode(document), document

@@ -73,7 +73,7 @@ def _part(what: str, part: Any) -> str:
 
 def _calls(what: str, calls: Any) -> list[dict[str, Any]]:
     """The calls of tools in a message, arguments as objects where they are some."""
-    found: list[dict[str, Any]] = []
+    calls_of: list[dict[str, Any]] = []
     for call in calls if isinstance(calls, list) else [calls]:
         function: Any = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -82,8 +82,8 @@ def _calls(what: str, calls: Any) -> list[dict[str, Any]]:
                 "function and its name"
             )
         named = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
-        found.append({"id": _call_name(call.get("id")), "type": "function", "function": named})
-    return found
+        calls_of.append({"id": _call_name(call.get("id")), "type": "function", "function": named})
+    return calls_of
 
 
 def _arguments(given: Any) -> Any:

@@ -70,9 +70,9 @@ class Answer:
         if stop and self.how.sure is not None:
             free = max(0, self.how.sure(self.text + self._held) - len(self.text))
         places = [(self._held.find(word), len(word)) for word in stop]
-        found = [(at, size) for at, size in places if 0 <= at < free]
-        if found:
-            at, size = min(found)
+        stops = [(at, size) for at, size in places if 0 <= at < free]
+        if stops:
+            at, size = min(stops)
             shown, self._held = self._held[: at + size * self.how.stop_too], ""
             self.finish_reason = "stop"
         else:

@@ -156,7 +156,7 @@ def plain_subject(model: Model, ask: Ask, method: Method) -> dict[str, Any]:
         del values[other]
     primer = chosen_primer(None, method)
     rules, tokenizer = rules_for(ask, method), model.text_tokenizer()
-    said: dict[str, Any] = {
+    subject: dict[str, Any] = {
         "model": model.fingerprint,
         "tokenizer": tokenizer.digest,
         "chat": tokenizer.chat_templates,
@@ -166,8 +166,8 @@ def plain_subject(model: Model, ask: Ask, method: Method) -> dict[str, Any]:
     if primer is not None:
         held = primer.to_dict()
         del held["name"]
-        said["primer"] = held.get("passages", held)
-    return dict(json.loads(json.dumps(said)))
+        subject["primer"] = held.get("passages", held)
+    return dict(json.loads(json.dumps(subject)))
 
 
 def answer_fingerprint(
@@ -183,14 +183,14 @@ def answer_fingerprint(
     """
     tokenizer = model.text_tokenizer()
     dated = any("strftime_now" in text for text in tokenizer.chat_templates.values())
-    said = {
+    settings = {
         "version": __version__,
         "subject": plain_subject(model, ask, method),
         "method": method.settings,
         "day": datetime.date.today().isoformat() if dated else None,
         "sizes": dict(sizes),
     }
-    return fingerprint(json.loads(json.dumps(said)))[:16]
+    return fingerprint(json.loads(json.dumps(settings)))[:16]
 
 
 def verbatim_prompt(
@@ -280,18 +280,18 @@ def plain_prompt(
 
     Raises TokenizerError as ``framed`` does.
     """
-    if sum(len(it["content"]) for it in messages) > MOST_CHARACTERS:
+    if sum(len(message["content"]) for message in messages) > MOST_CHARACTERS:
         rules = None
-    said = list(_pieces(tokenizer, messages, rules, encode or tokenizer.encode, framing))
-    return _laid_out(tokenizer, said, rules)
+    pieces = list(_pieces(tokenizer, messages, rules, encode or tokenizer.encode, framing))
+    return _laid_out(tokenizer, pieces, rules)
 
 
 def _laid_out(
-    tokenizer: Tokenizer, said: list[_Said], rules: PassageRules | None
+    tokenizer: Tokenizer, pieces: list[_Said], rules: PassageRules | None
 ) -> tuple[Prompt, list[FoundChunk]]:
     """Pieces as a prompt: computed ones between blocks are turns, those behind all are its end."""
-    if rules is not None and sum(len(piece.ids) for piece in said if piece.source) < rules.worth:
-        said = [dataclasses.replace(piece, source=None) for piece in said]
+    if rules is not None and sum(len(piece.ids) for piece in pieces if piece.source) < rules.worth:
+        pieces = [dataclasses.replace(piece, source=None) for piece in pieces]
     chunks, turns, members = list[HostArray](), list[int](), list[FoundChunk]()
     now, question = list[HostArray](), None
 
@@ -303,7 +303,7 @@ def _laid_out(
             turns.append(len(chunks))
             chunks.append(ids)
 
-    for text_piece in said:
+    for text_piece in pieces:
         if text_piece.source is not None:
             turn(_joined(now))
             now, question = [], None

@@ -88,8 +88,8 @@ def lacking(
       rules: how pasted passages are found; None: none is looked for.
     """
     planner = Planner(known)
-    found = (part for it in prompts for part in _lacking(known, planner, it, tokenizer, rules))
-    return {planner.content(part): part for part in found}
+    parts = (part for ids in prompts for part in _lacking(known, planner, ids, tokenizer, rules))
+    return {planner.content(part): part for part in parts}
 
 
 def _lacking(
@@ -159,12 +159,12 @@ def _passages(
     if not len(ids):
         return
     stream = tokenizer.stream(skip_special=False)
-    said = [stream.push(int(token)) for token in ids]
-    said[-1] += stream.flush()
-    ends = np.cumsum([len(text) for text in said])
-    firsts = ends - [len(text.lstrip()) for text in said]
-    lasts = ends - [len(text) - len(text.rstrip()) for text in said]
-    for piece in text_pieces("".join(said), rules, asks):
+    texts = [stream.push(int(token)) for token in ids]
+    texts[-1] += stream.flush()
+    ends = np.cumsum([len(text) for text in texts])
+    firsts = ends - [len(text.lstrip()) for text in texts]
+    lasts = ends - [len(text) - len(text.rstrip()) for text in texts]
+    for piece in text_pieces("".join(texts), rules, asks):
         inside = np.flatnonzero((firsts >= piece.start) & (lasts <= piece.end) & (firsts < lasts))
         if piece.block and len(inside):
             yield int(inside[0]), int(inside[-1]) + 1

@@ -83,7 +83,7 @@ class QuestionFile:
 
     def entries(self, shard: Shard) -> Iterator[FileQuestion | BadQuestion]:
         """The questions of a shard, in order; blank lines are left out."""
-        return (it for it in self._questions() if shard.holds_line(it.line - 1))
+        return (question for question in self._questions() if shard.holds_line(question.line - 1))
 
     def _questions(self) -> Iterator[FileQuestion | BadQuestion]:
         if self.path.suffix.lower() == ".csv":

@@ -109,28 +109,28 @@ class ReadyQuestion(Request):
       settings: that hold for it; their notes are on all that happened so far.
       found: the chunks of its prompt but for turns, in order, as they are cited.
       retrieve_seconds: what finding them took.
-      again: makes it ready anew, as what it was made from may have left the knowledge base.
+      prepare_again: makes it ready anew, as what it was made from may have left the knowledge base.
     """
 
     settings: Settings
     found: tuple[FoundChunk, ...]
     retrieve_seconds: float
-    again: "Callable[[], ReadyQuestion]"
+    prepare_again: "Callable[[], ReadyQuestion]"
 
     @property
     def sources(self) -> list[Source]:
         """What a result says of its chunks."""
-        return [it.source for it in self.found]
+        return [chunk.source for chunk in self.found]
 
     @property
     def retrieved(self) -> bool:
         """Whether its chunks are those of the knowledge base."""
-        return self.settings.kb is not None and all(it.chunk_id is not None for it in self.found)
+        return self.settings.kb is not None and None not in (chunk.chunk_id for chunk in self.found)
 
     @property
     def abstains(self) -> bool:
         """Whether the model is not asked, as the filter or the least score left no chunk."""
-        nothing = all(it.chunk_id is None for it in self.found)
+        nothing = all(chunk.chunk_id is None for chunk in self.found)
         return self.settings.kb is not None and nothing and self.settings.ask.unanswerable != "ask"
 
     @property
@@ -141,12 +141,12 @@ class ReadyQuestion(Request):
     @property
     def chunk_ids(self) -> tuple[int, ...]:
         """Of its chunks that were retrieved."""
-        return tuple(it.chunk_id for it in self.found if it.chunk_id is not None)
+        return tuple(chunk.chunk_id for chunk in self.found if chunk.chunk_id is not None)
 
     @property
     def content_ids(self) -> tuple[str, ...]:
         """Of the neighbours that these were encoded behind."""
-        return tuple(dict.fromkeys(name for it in self.found for name in it.behind))
+        return tuple(dict.fromkeys(name for chunk in self.found for name in chunk.behind))
 
     @property
     def is_current(self) -> bool:
@@ -215,13 +215,13 @@ def _method(ask: Ask, model: Model, kb: KnowledgeBase | None) -> Method:
     method = default_method(model, kb) if named is None else method_named(named)
     if ask.recompute_ratio is not None:
         method = method.with_ratio(ask.recompute_ratio)
-    said: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "misses": ask.misses,
         "prefix_cache": ask.prefix_cache,
         "decode": None if ask.decode is None else rule_from(ask.decode),
     }
-    said = {name: value for name, value in said.items() if value is not None}
-    return dataclasses.replace(method, **said)
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(method, **changes)
 
 
 def prepare(
@@ -269,11 +269,11 @@ def prepare(
     if not any(chunks) and (settings.kb is not None or documents is not None):
         notes += _on_nothing(settings, documents is None)
     if verbatim:
-        prompt, members, said = verbatim_prompt(ask, model, settings.method, talk, settings.encode)
-        notes += said
+        prompt, members, more = verbatim_prompt(ask, model, settings.method, talk, settings.encode)
+        notes += more
     else:
         prompt, members = _laid_out(settings, talk, chunks)
-    again = functools.partial(prepare, settings, question, documents, sampling)
+    prepare_again = functools.partial(prepare, settings, question, documents, sampling)
     if not any(chunks) and not (verbatim and members):
         settings = dataclasses.replace(settings, method=for_no_chunks(settings.method, ask))
     method, kb, kept = settings.method, settings.kb, ask.prefix_cache
@@ -310,7 +310,7 @@ def prepare(
         settings=dataclasses.replace(settings, ask=ask, notes=tuple(notes)),
         found=tuple(members),
         retrieve_seconds=retrieve_seconds,
-        again=again,
+        prepare_again=prepare_again,
     )
     engine_of(model).check_fits(ready)
     return ready
@@ -331,17 +331,17 @@ def _retrieved(
     found: list[list[FoundChunk]] = [[] for _ in talk.questions]
     if documents is not None:
         given = enumerate(settings.one_by_one(documents))
-        found[0] = [given_chunk(f"documents[{i}]", it, settings.model) for i, it in given]
+        found[0] = [given_chunk(f"documents[{i}]", text, settings.model) for i, text in given]
     elif settings.kb is not None:
         seen: set[int | None] = set()
         searches = (*talk.questions[:-1], talk.query or talk.questions[-1])
         for place, asked in enumerate(settings.one_by_one(searches)):
             if isinstance(asked, str) and not asked.strip():
                 continue
-            chunks, said = _searched(settings, settings.kb, asked)
-            notes += (note for note in said if note not in notes)
+            chunks, why = _searched(settings, settings.kb, asked)
+            notes += (note for note in why if note not in notes)
             found[place] = [chunk for chunk in chunks if chunk.chunk_id not in seen]
-            seen.update(it.chunk_id for it in found[place])
+            seen.update(chunk.chunk_id for chunk in found[place])
     return found
 
 
@@ -404,7 +404,7 @@ def _laid_out(
         )
     model, template = settings.model, settings.template
     own = enumerate(settings.one_by_one(settings.ask.blocks))
-    blocks = [given_chunk(f"blocks[{i}]", it, model) for i, it in own]
+    blocks = [given_chunk(f"blocks[{i}]", block, model) for i, block in own]
     found = [[*(dataclasses.replace(block, bare=True) for block in blocks), *found[0]], *found[1:]]
     texts = [text for text in talk.questions if isinstance(text, str)]
     none = np.zeros(0, np.int32)
@@ -434,8 +434,8 @@ def _on_turns(settings: Settings, talk: Conversation, keeps: bool, verbatim: boo
     """Notes on what a method makes of a conversation."""
     method = settings.method
     if not verbatim and any(
-        one["role"] != "system" and other["role"] == "system"
-        for one, other in itertools.pairwise(talk.messages)
+        message["role"] != "system" and other["role"] == "system"
+        for message, other in itertools.pairwise(talk.messages)
     ):
         yield FOLDED
     if talk.system and not verbatim:
@@ -469,7 +469,7 @@ def _unknown(
     if not isinstance(question, str):
         return
     tokenizer = settings.model.text_tokenizer()
-    given = (it.text if isinstance(it, Passage) else it for it in documents or ())
+    given = (doc.text if isinstance(doc, Passage) else doc for doc in documents or ())
     texts = (block for block in (*settings.ask.blocks, *given) if isinstance(block, str))
     asked = tokenizer.unknown_words(question)
     words_of = map(tokenizer.unknown_words, settings.one_by_one(texts))
@@ -500,7 +500,7 @@ def _behind_others(
     stored = [chunk.chunk_id for chunk in members if chunk.chunk_id is not None]
     chunks = [prompt.chunks[index] for index in prompt.places]
     pairs = zip(members, chunks, strict=True)
-    given = [(_found_by(settings, it), ids) for it, ids in pairs if it.chunk_id is None]
+    given = [(_found_by(settings, member), ids) for member, ids in pairs if member.chunk_id is None]
     room = settings.model.config.max_positions - len(prompt.prefix)
     kb, template, groups = settings.kb, settings.template, settings.ask.groups
     others = iter(
@@ -509,15 +509,15 @@ def _behind_others(
     placed: Iterator[Placed] = iter(())
     if settings.kb is not None and stored:
         placed = iter(settings.kb.placed(stored, seeing[0], settings.template))
-    found = [next(others if member.chunk_id is None else placed) for member in members]
-    of_members = iter(found)
+    placings = [next(others if member.chunk_id is None else placed) for member in members]
+    of_members = iter(placings)
     turns = prompt.turns
     every = tuple(
         None if at in turns else next(of_members).neighbours for at in range(len(prompt.chunks))
     )
     return dataclasses.replace(prompt, neighbours=every), [
-        dataclasses.replace(member, behind=one.content_ids)
-        for member, one in zip(members, found, strict=True)
+        dataclasses.replace(member, behind=placing.content_ids)
+        for member, placing in zip(members, placings, strict=True)
     ]
 
 

@@ -35,11 +35,11 @@ class TokenCache:
         """
         key = (owner, _digest(owner, text))
         with self._lock:
-            found = self._ids.get(key)
-            if found is not None:
+            ids = self._ids.get(key)
+            if ids is not None:
                 self._ids.move_to_end(key)
                 self.hits += 1
-                return found
+                return ids
         made = encode(text).copy()  # others write into what they are given
         made.setflags(write=False)
         with self._lock:

@@ -92,7 +92,7 @@ def warm_up(
     if len(questions):
         asked = (prepare(settings, text) for text in questions)
         requests: list[Request] = [
-            dataclasses.replace(one, rows=batch_size, watched=stream) for one in asked
+            dataclasses.replace(request, rows=batch_size, watched=stream) for request in asked
         ]
         programs = engine.warm_up(requests)
     else:
@@ -145,7 +145,7 @@ def requests_like(
     prompts += [Prompt(_NOTHING, (), ids(length)) for length in lengths]
     for prompt in prompts:
         room = most - max(prompt.lengths, default=0)
-        primer = ids(min(_PRIMER_TOKENS, room)) if method.reads_primed else None
+        primer = ids(min(_PRIMER_TOKENS, room)) if method.sees_primer else None
         tokens = max(min(max_new_tokens, most - prompt.num_tokens), 1)
         yield Request(prompt, store, method, tokens, rows=rows, watched=watched, primer=primer)
 
@@ -156,7 +156,7 @@ def of_lengths(model: Model, request: Request) -> list[Request]:
     finals = [draw.integers(0, size, width, dtype=np.int32) for width in _widths(SHORT_TOKENS)]
     prompt = dataclasses.replace(request.prompt, question=None)
     prompts = [dataclasses.replace(prompt, final=ids) for ids in finals]
-    return [dataclasses.replace(request, prompt=it) for it in prompts]
+    return [dataclasses.replace(request, prompt=prompt) for prompt in prompts]
 
 
 def _widths(longest: int) -> list[int]:

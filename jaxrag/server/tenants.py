@@ -49,7 +49,7 @@ class Tenant:
     """What all keys of a tenant have in common.
 
     Attributes:
-      weight: of its turn: with twice the weight it gets twice the service.
+      weight: of its share: with twice the weight it gets twice the service.
       priority: the best class that it may ask for, 0 before 1 before 2.
       requests_per_minute: that are taken; None: any number.
       tokens_per_minute: of prompts and answers, that are taken; None: any number.

@@ -73,7 +73,7 @@ def paged_mosaic_kernel(
     _, page, num_kv_heads, _ = pool.k.shape
     check_shapes(dim, 2 * rotary.cos.shape[-1], rotary.interleaved, page, pool.k.dtype)
     group = num_heads // num_kv_heads
-    turned = rotary.turn(q.astype(jnp.float32), jnp.maximum(query_position, 0))
+    turned = rotary.rotate_by(q.astype(jnp.float32), jnp.maximum(query_position, 0))
     turned *= scale * LOG2_E
     # [B, T, K, G, H] -> [B, K, T * G, H]: the heads of one query are neighbouring rows.
     turned = turned.reshape(batch, length, num_kv_heads, group, dim).transpose(0, 2, 1, 3, 4)

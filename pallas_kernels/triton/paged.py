@@ -81,7 +81,7 @@ def paged_kernel(
     group = num_heads // num_kv_heads
     parts = HeadParts(dim, rotary.cos.shape[-1], rotary.interleaved)
     tiling = tiling or paged_tiling(length * group, page, dim)
-    turned = rotary.turn(q.astype(jnp.float32), jnp.maximum(query_position, 0))
+    turned = rotary.rotate_by(q.astype(jnp.float32), jnp.maximum(query_position, 0))
     turned *= scale * LOG2_E
     # [B, T, K, G, H] -> [B, K, T * G, H]: the heads of one query are neighbouring rows.
     turned = turned.reshape(batch, length, num_kv_heads, group, dim).transpose(0, 2, 1, 3, 4)

@@ -98,7 +98,7 @@ def score_kernel(
     num_pool_pages, page, num_kv_heads, _ = k_pool.shape
     group = num_heads // num_kv_heads
     parts = HeadParts(dim, rotary.cos.shape[-1], rotary.interleaved)
-    turned = rotary.turn(q.astype(jnp.float32), jnp.maximum(query_position, 0))
+    turned = rotary.rotate_by(q.astype(jnp.float32), jnp.maximum(query_position, 0))
     num_rows = power_of_two(group, _ROWS)
     alike = jnp.minimum(jnp.arange(num_rows), group - 1)
     turned = (turned * scale).reshape(batch, num_kv_heads, group, dim)[:, :, alike]

@@ -15,7 +15,7 @@ from stored_chunks import LAYOUT, ROPE, drawn
 
 from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.connectors import manifest
-from jaxrag.connectors.turn import place, rope_table
+from jaxrag.connectors.rotation import place, rope_table
 from jaxrag.kv.store import ChunkStore
 
 

@@ -61,7 +61,7 @@ def asked(rng):
             config = engine.runner.model.config
             more.setdefault("primer", np.eye(2, config.model_dim, dtype=np.float32))
             prompt = prompt.in_packets(config.vocab_size, 1, 2)
-        elif method.reads_primed:
+        elif method.sees_primer:
             more.setdefault("primer", library[4])
         return Request(prompt, store or engine.memory, method, tokens, **more)
 

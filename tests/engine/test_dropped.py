@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.types import HIDDEN
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.kv.store.dropping import dropped_tokens
@@ -65,7 +65,7 @@ def test_nobody_sees_them(engine_on, long, alone):
                 rows = page + layer * pages
                 k = k.at[rows, chunk.dropped % PAGE].set(50.0)
                 v = v.at[rows, chunk.dropped % PAGE].set(1e4)
-        runner.cache.run(lambda _: (pool.replace(k=k, v=v), None))
+        runner.cache.update(lambda _: (pool.replace(k=k, v=v), None))
 
     engine.call(spoil)
     assert alone(engine, [request]) == first
@@ -75,7 +75,7 @@ def test_nobody_sees_them(engine_on, long, alone):
         positions = np.concatenate(state.table._positions)[slots]
         return int((positions == HIDDEN).sum()), len(slots)
 
-    assert prefilled(engine, [request], shown) == [(hidden, 160)]
+    assert inspect_prompts(engine, [request], shown) == [(hidden, 160)]
 
 
 @pytest.mark.parametrize("stored", ["native", "int4", "int4-half"])
@@ -104,9 +104,9 @@ def test_ratio_1_is_full_attention(engine_on, long, name, encoder):
 
     request = long(engine, method, store=store)
     same = dataclasses.replace(request, method=METHODS["full_attention"], store=engine.memory)
-    full = prefilled(engine, [same], logits)
+    full = inspect_prompts(engine, [same], logits)
     for _ in range(2):  # encoded, then from the store
-        got = prefilled(engine, [request], logits)
+        got = inspect_prompts(engine, [request], logits)
     np.testing.assert_allclose(got, full, rtol=1e-4, atol=2e-5)
 
 

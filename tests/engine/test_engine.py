@@ -15,7 +15,7 @@ import jaxrag
 from jaxrag.base.errors import Cancelled, EngineError, RequestError
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import sequence_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import FAILED, Prompt, Request
 from jaxrag.engine.sequence import Sequence
 from jaxrag.engine.state import EngineSettings
@@ -322,7 +322,7 @@ def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, engine_on):
             allocator = runner.cache.allocator
             return state.parts[1].origin.how, allocator.num_free, key in allocator
 
-        [found] = prefilled(engine, [asked], seen)
+        [found] = inspect_prompts(engine, [asked], seen)
         return found
 
     assert look(one, two) == ("encoded", 2, True)

@@ -188,7 +188,7 @@ def test_who_is_stopped_while_it_begins_again_is_aborted(engine_on, asked, alone
     def sink(progress):
         client(progress)
         if len(client.ids[progress.number]) == 1:  # both are done before the next turn of the loop
-            engine._mail.post(lambda: engine._at_work.forget())
+            engine._mail.post(lambda: engine._running_core.forget())
             engine.stop(progress.number)
 
     number = engine.add(long, sink)

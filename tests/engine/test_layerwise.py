@@ -9,7 +9,7 @@ import pytest
 from jaxrag.base.config import NoRotation, RopeConfig, YarnScaling
 from jaxrag.engine import layerwise
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.models.model import random_model
@@ -68,7 +68,7 @@ def _prefilled(model, prompt, method):
         return np.asarray(there.logits)[0], *kept, host and host.moved - before
 
     request = Request(prompt, engine.memory, method, tokens)
-    [found] = prefilled(engine, [request], seen)
+    [found] = inspect_prompts(engine, [request], seen)
     return found
 
 

@@ -1,6 +1,5 @@
 """The engine's thread: there while something is to be done, gone when not, no hindrance at exit."""
 
-import asyncio
 import contextlib
 import queue
 import subprocess
@@ -59,7 +58,7 @@ def test_it_says_where_a_request_stands_and_counts_its_turns(engine_on, asked, a
     engine = engine_on()
     request = asked(engine, tokens=4, watched=True, rows=1)
     seen, done = [], threading.Event()
-    assert engine.where(0) is None and engine.turns == 0
+    assert engine.where(0) is None and engine.iterations == 0
 
     def sink(progress):
         seen.append([engine.where(number) for number in (0, 1)])
@@ -73,27 +72,7 @@ def test_it_says_where_a_request_stands_and_counts_its_turns(engine_on, asked, a
     assert (mine.status, mine.there) == ("decode", mine.chunks) and mine.chunks > 0
     assert other.status == "ready", "its chunks are the other's, and there is one row"
     assert seen[-1] == [None, None] == [engine.where(number) for number in (0, 1)]
-    assert engine.turns >= 6
-
-
-def test_tasks_read_the_progress_of_a_request(engine_on, asked, alone, at_rest):
-    engine = engine_on()
-    request = asked(engine, tokens=6, watched=True)
-    [(ids, _)] = alone(engine, [request])
-
-    async def read():
-        return [progress async for progress in engine.stream(request)]
-
-    told = asyncio.run(read())
-    assert [i for progress in told for i in progress.new] == ids
-    assert told[-1].finish_reason == "length" and told[-1].outcome is not None
-
-    async def leave():
-        async for _ in engine.stream(request):
-            return
-
-    asyncio.run(leave())
-    at_rest(engine)
+    assert engine.iterations >= 6
 
 
 def test_what_can_never_be_served_is_refused_when_it_is_added(engine_on, asked):

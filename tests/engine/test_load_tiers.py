@@ -138,7 +138,7 @@ def test_tokens_are_equal_in_any_order_of_loads(
 def read_ahead(engine, requests):
     """Have chunks read as those of requests are that wait for room."""
     loads = [list(sequence_of(engine.runner.model, it).loads.values()) for it in requests]
-    engine._mail.post(lambda: [engine._at_work._transfers.prefetch(it) for it in loads])
+    engine._mail.post(lambda: [engine._running_core._transfers.prefetch(it) for it in loads])
 
 
 def happened(served, what):

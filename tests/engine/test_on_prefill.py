@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.reuse.decode import SnapKV
 from jaxrag.reuse.methods import METHODS
 
@@ -26,7 +26,7 @@ def seen(runner, state, there):
 def test_the_first_token_is_of_these_logits(engine_on, asked, method):
     engine = engine_on(2048)
     requests = [asked(engine, method, tokens=3, rows=2) for _ in range(2)]
-    looks = prefilled(engine, requests, seen)
+    looks = inspect_prompts(engine, requests, seen)
     answers = [[], []]
     for progress in engine.iterate(requests):
         assert progress.error is None
@@ -39,9 +39,9 @@ def test_queries_are_of_each_own_row(engine_on, asked, rows):
     engine = engine_on(2048)
     method = dataclasses.replace(METHODS["turborag"], decode=SnapKV(capacity=8, window=4, kernel=3))
     requests = [asked(engine, method, rows=rows) for _ in range(3)]
-    together = prefilled(engine, requests, seen)
+    together = inspect_prompts(engine, requests, seen)
     for request, (logits, _, queries, positions) in zip(requests, together, strict=True):
-        [alone] = prefilled(engine, [request], seen)
+        [alone] = inspect_prompts(engine, [request], seen)
         np.testing.assert_array_equal(logits, alone[0])
         np.testing.assert_array_equal(queries, alone[2])
         np.testing.assert_array_equal(positions, alone[3])
@@ -55,7 +55,7 @@ def test_what_looking_raises_is_the_callers_and_the_request_of_others_goes_on(en
         raise LookupError("not seen")
 
     with pytest.raises(LookupError):
-        prefilled(engine, [asked(engine)], fails)
-    [(logits, *_)] = prefilled(engine, [asked(engine, tokens=1)], seen)
+        inspect_prompts(engine, [asked(engine)], fails)
+    [(logits, *_)] = inspect_prompts(engine, [asked(engine, tokens=1)], seen)
     assert np.isfinite(logits).all()
     assert engine.call(lambda runner: runner.cache.allocator.num_pinned) == 0

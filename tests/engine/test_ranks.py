@@ -102,7 +102,7 @@ def asked(method, rule="dense", **more):
 def _primer(method, ids):
     if method.wraps:
         return np.eye(2, dtype=np.float32)
-    return ids if method.reads_primed else None
+    return ids if method.sees_primer else None
 
 
 def same(one, other):
@@ -122,15 +122,17 @@ def test_requests_arrive_as_they_were(method):
     for rule in DECODE_RULES:
         request = asked(method, rule)
         commands = (wire.Submit(4, 1.25, "kb:a", request), *OTHERS)
-        turn = wire.turn_of(wire.turn_bytes(wire.EngineTurn(9, 1.5, commands)), STORES)
-        assert (turn.number, turn.now, turn.rests, turn.commands[1:]) == (
+        iteration = wire.iteration_of(
+            wire.iteration_bytes(wire.EngineIteration(9, 1.5, commands)), STORES
+        )
+        assert (iteration.number, iteration.now, iteration.rests, iteration.commands[1:]) == (
             9,
             1.5,
             False,
             commands[1:],
         )
-        assert (turn.commands[0].number, turn.commands[0].added) == (4, 1.25)
-        assert same(turn.commands[0].request, request)
+        assert (iteration.commands[0].number, iteration.commands[0].added) == (4, 1.25)
+        assert same(iteration.commands[0].request, request)
 
 
 @pytest.mark.parametrize(
@@ -146,31 +148,33 @@ def test_requests_arrive_as_they_were(method):
         lambda it: it.pop("now"),
     ],
 )
-def test_what_is_no_turn_is_refused(change):
-    turn = wire.EngineTurn(9, 1.5, (wire.Submit(4, 1.25, "kb:a", asked(METHODS["turborag"])),))
-    table = json.loads(wire.turn_bytes(turn))
+def test_what_is_no_iteration_is_refused(change):
+    iteration = wire.EngineIteration(
+        9, 1.5, (wire.Submit(4, 1.25, "kb:a", asked(METHODS["turborag"])),)
+    )
+    table = json.loads(wire.iteration_bytes(iteration))
     change(table)
     with refused(EngineError):
-        wire.turn_of(json.dumps(table).encode(), STORES)
+        wire.iteration_of(json.dumps(table).encode(), STORES)
 
 
-def test_turns_are_sent_and_digests_compared(gathered):
+def test_iterations_are_sent_and_digests_compared(gathered):
     leader, one, two = gathered((2, ABOUT, SECRET), (1, ABOUT, SECRET))
-    turns = [it.turns() for it in (one, two)]
+    iterations = [it.iterations() for it in (one, two)]
     assert leader.send(1.5, [wire.Stop(3)]) == 1
-    for it in turns:
-        assert next(it) == wire.EngineTurn(1, 1.5, (wire.Stop(3),))
+    for it in iterations:
+        assert next(it) == wire.EngineIteration(1, 1.5, (wire.Stop(3),))
     lost = []
     leader.on_lost(lost.append)
     for done in (leader.done, one.done, two.done):
         done(1, 77)
     leader.send(0.0, rests=True)
-    assert [next(it).rests for it in turns] == [True, True]
+    assert [next(it).rests for it in iterations] == [True, True]
     assert leader.lost is None and not lost
     leader.done(3, 5)
     two.done(3, 6)
     until(lambda: lost)
-    assert "made another turn 3 than the others" in str(leader.lost)
+    assert "made another iteration 3 than the others" in str(leader.lost)
     until(lambda: one.heard and two.heard)  # all are told
     assert one.heard == [str(leader.lost)]
     with pytest.raises(ranks.RankLost):
@@ -196,7 +200,7 @@ def test_a_batch_is_loaded_once_every_process_has_read_its_part(gathered):
 def test_the_end_is_heard_by_all(gathered):
     leader, one = gathered((1, ABOUT, SECRET))
     leader.close()
-    assert list(one.turns()) == [] and not one.heard and leader.lost is None
+    assert list(one.iterations()) == [] and not one.heard and leader.lost is None
 
 
 @pytest.mark.parametrize("how", ["gone", "says", "silent", "too much"])

@@ -411,7 +411,7 @@ def test_status_and_tiers_are_sums(several, begun):
     assert engine.status().new_tokens == sum(it.new_tokens for it in both) == 32
     assert sum(engine.status().pages.values()) == sum(sum(it.pages.values()) for it in both)
     assert engine.tiers().pool_chunks == sum(it.engine.tiers().pool_chunks for it in links)
-    assert 0 < engine.turns <= sum(it.engine.turns for it in links)
+    assert 0 < engine.iterations <= sum(it.engine.iterations for it in links)
     assert engine.compiled == links[0].engine.compiled + links[1].engine.compiled
 
 

@@ -10,7 +10,7 @@ import jaxrag
 from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import Cancelled, ContextExceeded, EngineError, ModelError, RequestError
 from jaxrag.engine.engine import Engine, engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.rows import _draw, _likeliest
 from jaxrag.engine.sampling_params import SamplingParams
@@ -301,7 +301,7 @@ def test_what_it_does_not_do_is_refused(model, store):
 
 def test_what_looks_into_a_pool_is_refused(model, store):
     with refused(RequestError, "looks at KV on the device"):
-        prefilled(engine_of(model), [asked(store)], lambda *seen: None)
+        inspect_prompts(engine_of(model), [asked(store)], lambda *seen: None)
     with refused(RequestError, "looks at KV on the device"):
         engine_of(model).call(lambda runner: runner.cache.pool)
     assert told(model, asked(store))[0][0] == answer(asked(store).prompt.ids, 5)

@@ -731,7 +731,7 @@ class Serving(RuleBasedStateMachine):
             self.loads.update(it.loads)
             assert it.own == found.own and set(it.chunks) == set(found.held)
             assert all(self.allocator.chunks[key].pages == it.chunks[key] for key in it.chunks)
-            assert self.orders.setdefault(it.number, found.turn[1]) == found.turn[1]
+            assert self.orders.setdefault(it.number, found.start_tag[1]) == found.start_tag[1]
         for found in self.scheduler.live.values():
             if found.status in QUEUED and found in self.scheduler._queue.blocked:
                 since, times = self.scheduler._queue.blocked[found]
@@ -749,7 +749,7 @@ class Serving(RuleBasedStateMachine):
         for number, first in self.firsts.items():
             found = self.scheduler.live[number]
             place = (0, self.orders[number]) if number in self.orders else (1, 0)
-            behind = not again or (0, admitted.turn[1]) > place
+            behind = not again or (0, admitted.start_tag[1]) > place
             if admitted.request.priority > found.request.priority or (
                 admitted.request.priority == found.request.priority and behind
             ):
@@ -801,9 +801,9 @@ class Serving(RuleBasedStateMachine):
             return
         chosen = self.scheduler.live[number]
         before = [it for it in ready if it.batch == chosen.batch]
-        assert chosen is min(before, key=lambda it: (it.request.priority, *it.turn))
+        assert chosen is min(before, key=lambda it: (it.request.priority, *it.start_tag))
         mine = [it for it in before if it.request.tenant == chosen.request.tenant]
-        assert chosen is min(mine, key=lambda it: (it.request.priority, it.turn[1]))
+        assert chosen is min(mine, key=lambda it: (it.request.priority, it.start_tag[1]))
         if chosen.batch is not None:
             self.batches[chosen.batch] += 1
             assert not self.settings.static or self.batches[chosen.batch] <= BATCHES[chosen.batch]

@@ -12,7 +12,7 @@ from jaxrag.engine import runner as running
 from jaxrag.engine import staging as load
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import sequence_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import random_model
 from jaxrag.reuse.methods import METHODS
@@ -38,7 +38,7 @@ def stored_pages(model, request):
                 found.append(kv.reshape(layers, -1, *kv.shape[3:])[:, : len(part.ids)])
         return found
 
-    [found] = prefilled(engine_of(model), [request], look)
+    [found] = inspect_prompts(engine_of(model), [request], look)
     return found
 
 

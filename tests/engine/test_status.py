@@ -147,14 +147,14 @@ def test_a_pool_that_is_lost_is_counted(engine_on, asked, alone, monkeypatch):
     request = asked(engine, tokens=3)
     alone(engine, [request])
     assert engine.status().restarts == 0
-    turn, fails = engine._core._batches.turn, iter([True])
+    step, fails = engine._core._batches.step_and_deliver, iter([True])
 
     def broken():
         if engine._core.state.live and next(fails, False):
             raise RuntimeError("injected")
-        return turn()
+        return step()
 
-    monkeypatch.setattr(engine._core._batches, "turn", broken)
+    monkeypatch.setattr(engine._core._batches, "step_and_deliver", broken)
     with pytest.raises(Exception, match="injected"):
         alone(engine, [request])
     assert engine.status().restarts == 1

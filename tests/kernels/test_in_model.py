@@ -10,7 +10,7 @@ from jaxrag.base.config import config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import random_model
 from jaxrag.models.segments import lay_out
@@ -39,7 +39,9 @@ def a_prompt(rng, *chunks):
 def online(model, method, prompt):
     method = METHODS[method] if isinstance(method, str) else method
     request = Request(prompt, engine_of(model).memory, method, 1)
-    [logits] = prefilled(engine_of(model), [request], lambda *seen: np.asarray(seen[2].logits)[0])
+    [logits] = inspect_prompts(
+        engine_of(model), [request], lambda *seen: np.asarray(seen[2].logits)[0]
+    )
     return logits
 
 

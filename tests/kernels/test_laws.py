@@ -79,7 +79,7 @@ def test_law_6_turning_the_query_is_turning_the_keys(scene):
     expected = sparse(*scene.arguments)
     for row in range(2):
         turn = jnp.zeros(pool.k.shape[0], jnp.int32).at[table.pages[row]].set(table.offsets[row])
-        moved = pool._replace(k=rotary.turn(pool.k, turn))
+        moved = pool._replace(k=rotary.rotate_by(pool.k, turn))
         still = table._replace(offsets=jnp.zeros_like(table.offsets))
         out, lse = sparse(q, moved, still, at, rotary)
         np.testing.assert_allclose(out[row], expected[0][row], **CLOSE)

@@ -69,7 +69,7 @@ def test_the_next_token_is_that_of_the_papers_equations(model, prompt, expected,
     method = METHODS.get(name) or Method(name, encoder=name, first_encoder="after_prefix")
     store = MemoryStore(model.fingerprint, model.kv_layout)
     asked = Prompt(prefix, chunks, final, neighbours=near)
-    ids = primer if method.reads_primed else None
+    ids = primer if method.sees_primer else None
     found = logits_of(model, Request(asked, store, method, 4, primer=ids))
     apart = {other: kl(logits, found) for other, logits in expected.items()}
     own = abs(apart.pop(name))

@@ -206,7 +206,7 @@ def test_large_vocabularies_get_a_primer(tmp_path, stock):
     for name in ("vocab_size", "max_positions"):
         small = dataclasses.replace(large, **{name: 1024})
         assert default_choice(small, Reading()).method == METHODS["cacheblend"]
-        assert not any(it.method.reads_primed for it in choices(small, Reading()))
+        assert not any(it.method.sees_primer for it in choices(small, Reading()))
     with KnowledgeBase.open(tmp_path / "primed", stock, encoders=["primed"], chunk_tokens=64) as kb:
         assert default_method(stock, kb).name == "primed"
 

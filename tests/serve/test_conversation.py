@@ -11,7 +11,7 @@ from jaxrag import KnowledgeBase, Sampling, agenerate, generate, load_model
 from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.base.types import FINAL, FIRST_CHUNK
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.library.documents import Document
 from jaxrag.models.segments import lay_out
 from jaxrag.models.text.prompts import QuestionIds
@@ -264,7 +264,7 @@ def logits_of(model, request):
         turns = [part.kept for part in state.parts if part.turn]
         return np.asarray(there.logits)[0], turns, {it.origin.how for it in state.parts if it.load}
 
-    [found] = prefilled(engine_of(model), [request], seen)
+    [found] = inspect_prompts(engine_of(model), [request], seen)
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrag.base.errors import DeadlineExceeded, EngineError
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.server.answers import asking as asking_module
 from jaxrag.server.answers import tokenize
 from jaxrag.server.answers.asking import Asking, Inbox
 from jaxrag.server.errors import ClientLeft, Problem
@@ -180,10 +181,10 @@ def told_to_end(asking):
 
 
 @pytest.mark.parametrize("end", [left, told_to_end, None], ids=["left", "failed", "late"])
-def test_a_prompt_is_given_up_once_nobody_wants_it(server, end):
+def test_a_prompt_is_given_up_once_nobody_wants_it(server, end, monkeypatch):
     began, raised = threading.Event(), []
 
-    def make(check_cancelled):
+    def make_ready(state, access, fields, asked, base, check_cancelled):
         began.set()
         try:
             while True:
@@ -194,9 +195,11 @@ def test_a_prompt_is_given_up_once_nobody_wants_it(server, end):
 
     async def ask():
         loop = asyncio.get_running_loop()
+        monkeypatch.setattr(asking_module, "make_ready", make_ready)
         asking = Asking(server.state, Inbox())
         deadline = 0.0 if end is None else float("inf")
-        ready = asyncio.ensure_future(asking.ready(make, server.state.prepare.of(""), deadline))
+        job = asking.ready(None, None, "", None, server.state.prepare.of(""), deadline)
+        ready = asyncio.ensure_future(job)
         await loop.run_in_executor(None, began.wait, 20)
         expected = DeadlineExceeded if end is None else end(asking)
         with pytest.raises(expected):

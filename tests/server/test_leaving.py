@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import socket
 import time
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from jaxrag.serve.answers import Piece
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answers.answering import respond
-from jaxrag.server.answers.asking import Inbox, SlowReader, make_ready
+from jaxrag.server.answers.asking import Inbox, SlowReader
 from jaxrag.server.answers.sse import EventStream
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.answers.writers import ChatWriter
@@ -162,9 +161,8 @@ def test_a_prompt_ends_with_its_request_though_nobody_began_to_read(server, held
         visit.call = Call(visit.call.request, server.state.access(visit.call.request))
         fields = Generation.read(BODY | {"stream": True})
         talk = conversation_of(BODY["messages"], wire=True)
-        access = visit.call.access
-        make = functools.partial(make_ready, server.state, access, fields, talk, "village")
-        response = await respond(visit, fields, [make], ChatWriter(visit, fields))
+        visit.knowledge_base = "village"
+        response = await respond(visit, fields, [talk], ChatWriter(visit, fields))
         assert isinstance(response, EventStream) and len(server.state.asking) == 1
 
         async def receive():

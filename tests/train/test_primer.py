@@ -10,7 +10,7 @@ from refusal import refused
 from jaxrag.base.errors import TrainError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.measure.evals.priming import start_layers
@@ -79,7 +79,7 @@ def by_engine(model, prompt, vectors, name):
         ("packets" if prompt.packets else "primed", held, vectors),
     ):
         request = Request(it, store, METHODS[method], 1, primer=primer)
-        [logits] = prefilled(
+        [logits] = inspect_prompts(
             engine_of(model), [request], lambda runner, state, there: np.asarray(there.logits)[0]
         )
         found.append(log_softmax(logits))

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.measure.evals.scoring import READS, draw, scored, write
 from jaxrag.measure.evals.synthetic_report import tables
@@ -69,7 +69,9 @@ def training_forward(config):
 def cached_logits(model, method, prompt):
     """Logits of the last token through stored chunks, pool and page tables."""
     request = Request(prompt, engine_of(model).memory, METHODS[method], 1)
-    [logits] = prefilled(engine_of(model), [request], lambda *seen: np.asarray(seen[2].logits)[0])
+    [logits] = inspect_prompts(
+        engine_of(model), [request], lambda *seen: np.asarray(seen[2].logits)[0]
+    )
     return logits
 
 

@@ -11,7 +11,7 @@ from refusal import refused
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.measure.evals.gate import kl_divergence
 from jaxrag.models.digest import params_digest
@@ -296,7 +296,7 @@ def test_training_forward_equals_cached_inference(
             ids = np.concatenate((final.question, final.response[:answered]))
             prompt = Prompt(SAMPLE.prefix, SAMPLE.chunks, ids)
             request = Request(prompt, engine_of(text_model).memory, METHODS[method], 1)
-            [cached] = prefilled(engine_of(text_model), [request], last_logits)
+            [cached] = inspect_prompts(engine_of(text_model), [request], last_logits)
             np.testing.assert_allclose(logits[asked + answered - 1], cached, rtol=1e-3, atol=2e-4)
         at += len(final)
 

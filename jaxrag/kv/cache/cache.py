@@ -60,7 +60,7 @@ class PagedCache:
         """Was a step interrupted after the pool had been donated to it?"""
         return bool(self._pool.k.is_deleted())
 
-    def run(self, step: Callable[..., tuple[Any, ...]], *args: Any, **kwargs: Any) -> Any:
+    def update(self, step: Callable[..., tuple[Any, ...]], *args: Any, **kwargs: Any) -> Any:
         """Call ``step(pool, *args, **kwargs)``, a jitted function that donates the pool.
 
         The first of its results is the pool after it, which is kept. Returns the second, or a tuple

@@ -1,5 +1,6 @@
-"""Which reader reads which kind of file."""
+"""Which reader reads which kind of file: one line of ``_TABLE`` each."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,44 +22,43 @@ from jaxrag.library.documents.slides import read_pptx
 from jaxrag.library.documents.text import read_notebook, read_text
 from jaxrag.library.documents.word import read_docx
 
-_READERS: dict[str, FileReader] = {
-    ".txt": read_text,
-    ".text": read_text,
-    ".log": read_text,
-    ".md": read_text,
-    ".markdown": read_text,
-    ".mdx": read_text,
-    ".jsonl": read_json_lines,
-    ".json": read_json,
-    ".csv": read_table,
-    ".tsv": read_table,
-    ".html": read_html,
-    ".htm": read_html,
-    ".pdf": read_pdf,
-    ".docx": read_docx,
-    ".pptx": read_pptx,
-    ".xlsx": read_xlsx,
-    ".epub": read_epub,
-    ".rst": read_rst,
-    ".org": read_org,
-    ".ipynb": read_notebook,
-    ".eml": read_mail,
-}
-# Packages that a reader imports and only the extra "documents" brings.
-_NEEDS = {
-    ".pdf": "pypdfium2",
-    ".docx": "docx",
-    ".pptx": "pptx",
-    ".xlsx": "openpyxl",
-    ".rst": "docutils",
-    ".org": "orgparse",
-}
-_RECORDS = (".jsonl", ".json", ".csv", ".tsv")  # of many documents, each with an id of its own
-# Their parsers build trees, or are programs of others: they run in a process of their own.
-_APART = (
-    ".json", ".html", ".htm", ".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".rst", ".org", ".ipynb",
-    ".eml",
-)  # fmt: skip
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """How files of one kind are read.
+
+    Attributes:
+      read: gives the documents of an open file.
+      suffixes: that their names end with, in small letters.
+      needs: a package that it imports and only the extra "documents" brings; "": none.
+      apart: its parser builds trees, or is a program of others: it runs in a process of its own.
+      records: such a file holds many documents, each with an id of its own.
+    """
+
+    read: FileReader
+    suffixes: tuple[str, ...]
+    needs: str = ""
+    apart: bool = False
+    records: bool = False
+
+
+_TABLE = (
+    Reader(read_text, (".txt", ".text", ".log", ".md", ".markdown", ".mdx")),
+    Reader(read_json_lines, (".jsonl",), records=True),
+    Reader(read_json, (".json",), apart=True, records=True),
+    Reader(read_table, (".csv", ".tsv"), records=True),
+    Reader(read_html, (".html", ".htm"), apart=True),
+    Reader(read_pdf, (".pdf",), needs="pypdfium2", apart=True),
+    Reader(read_docx, (".docx",), needs="docx", apart=True),
+    Reader(read_pptx, (".pptx",), needs="pptx", apart=True),
+    Reader(read_xlsx, (".xlsx",), needs="openpyxl", apart=True),
+    Reader(read_epub, (".epub",), apart=True),
+    Reader(read_rst, (".rst",), needs="docutils", apart=True),
+    Reader(read_org, (".org",), needs="orgparse", apart=True),
+    Reader(read_notebook, (".ipynb",), apart=True),
+    Reader(read_mail, (".eml",), apart=True),
+)
+READERS = {suffix: reader for reader in _TABLE for suffix in reader.suffixes}
 _FIXES = {
     ".xls": "save it as .xlsx",
     ".xlsm": "save it as .xlsx",
@@ -85,7 +85,8 @@ _WITHOUT_TEXT = frozenset(_NO_TEXT.split())
 
 def is_of_records(filename: str) -> bool:
     """Whether a file of that name holds many documents, each with an id of its own."""
-    return filename.lower().endswith(_RECORDS)
+    reader = READERS.get(Path(filename).suffix.lower())
+    return reader is not None and reader.records
 
 
 def is_without_text(filename: str) -> bool:
@@ -95,7 +96,8 @@ def is_without_text(filename: str) -> bool:
 
 def is_parsed_apart(filename: str) -> bool:
     """Whether a file of that name is to be parsed in a process of its own."""
-    return filename.lower().endswith(_APART)
+    reader = READERS.get(Path(filename).suffix.lower())
+    return reader is not None and reader.apart
 
 
 def read_open(
@@ -116,17 +118,16 @@ def read_open(
     Whatever cannot be read comes as a BadDocument.
     """
     file = File(Path(filename), name, options or ReadOptions(), reported)
-    reader = _READERS.get(file.suffix)
+    reader = READERS.get(file.suffix)
     if reader is None:
         fix = _FIXES.get(file.suffix, "convert it")
-        yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(_READERS)}; {fix}")
+        yield file.bad(f"file type {file.suffix!r} is not one of {', '.join(READERS)}; {fix}")
         return
-    needed = _NEEDS.get(file.suffix)
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        yield file.bad(f"{needed} is not installed; {installs('documents')} does it")
+    if reader.needs and importlib.util.find_spec(reader.needs) is None:
+        yield file.bad(f"{reader.needs} is not installed; {installs('documents')} does it")
         return
     try:
-        yield from reader(stream, file)
+        yield from reader.read(stream, file)
     except DocumentError as error:
         yield file.bad(error)
     except OSError as error:

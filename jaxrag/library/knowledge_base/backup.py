@@ -374,8 +374,8 @@ def _digest(path: Path) -> str:
 
 def _state(path: Path) -> tuple[int, ...]:
     """What changes with a file."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _unlike(path: Path) -> StoreError:

@@ -109,14 +109,14 @@ def look_for(
             f"{catalog.path.parent} has no document {document_id!r} and does not remember the "
             "removal of one; look at its id in what you removed"
         )
-    found = [
+    remains = [
         *_in_rows(rows),
         *_in_store(trace, catalog, store),
         *(() if vectors is None else _in_vectors(trace, rows, vectors)),
         *_in_files(trace, catalog.path),
     ]
     when = None if trace.removed is None else trace.removed.isoformat(timespec="seconds")
-    return ForgottenReport(document_id, when, tuple(found))
+    return ForgottenReport(document_id, when, tuple(remains))
 
 
 def _in_rows(rows: DerivedRows) -> Iterator[Remains]:
@@ -137,7 +137,7 @@ def _in_store(trace: Trace, catalog: Catalog, store: ChunkStore | ReadThrough) -
     if isinstance(store, ReadThrough):
         places = {"the store": store.remote, "tier/": store.local}
     writers = Writers(catalog.path.parent)
-    for place, one in places.items():
+    for place, part in places.items():
         counts: collections.Counter[tuple[str, bool]] = collections.Counter()
 
         def look(record: Record, counts: collections.Counter[tuple[str, bool]] = counts) -> bool:
@@ -150,10 +150,10 @@ def _in_store(trace: Trace, catalog: Catalog, store: ChunkStore | ReadThrough) -
             return True
 
         # A collection sees records that are not believed as well, and removes none here.
-        found = one.gc(look, grace_seconds=0.0, dry_run=True, busy=writers.need)
+        report = part.gc(look, grace_seconds=0.0, dry_run=True, busy=writers.need)
         if trace.removed is not None:
-            counts["unfinished writes", False] += found.attempts
-            counts["records that cannot be read", False] += found.damaged
+            counts["unfinished writes", False] += report.attempts
+            counts["records that cannot be read", False] += report.damaged
         for (what, used), count in counts.items():
             if count:
                 yield Remains(f"{what}, in {place}", count, used)

@@ -28,7 +28,7 @@ from jaxrag.library.export import (
     export_selected,
 )
 from jaxrag.library.knowledge_base import upkeep
-from jaxrag.library.knowledge_base.ingest import EncodeWhen, Ingest, Turn
+from jaxrag.library.knowledge_base.ingest import EncodeWhen, Ingest, PieceRunner
 from jaxrag.library.knowledge_base.location import open_catalog, room_of
 from jaxrag.library.knowledge_base.maintained import Maintained
 from jaxrag.library.knowledge_base.plan import AddPlanner
@@ -179,7 +179,7 @@ class KnowledgeBase(Maintained):
         progress: bool = False,
         shard: tuple[int, int] | None = None,
         cut: Cut | None = None,
-        turn: Turn | None = None,
+        turn: PieceRunner | None = None,
         encode: EncodeWhen = "now",
     ) -> AddReport:
         """Cut documents into chunks, make their KV durable, then make them findable.
@@ -224,7 +224,7 @@ class KnowledgeBase(Maintained):
         progress: bool,
         shard: tuple[int, int] | None = None,
         cut: Cut | None = None,
-        turn: Turn | None = None,
+        turn: PieceRunner | None = None,
         encode: EncodeWhen = "now",
     ) -> AddReport:
         if encode not in get_args(EncodeWhen):
@@ -256,7 +256,7 @@ class KnowledgeBase(Maintained):
             if encode == "on demand" and not self._settings.get("on_demand"):
                 self._catalog.set("on_demand", True)
                 self._settings["on_demand"] = True
-            report = Ingest(preparer, self._vectors, turn, encode).run(intake, progress)
+            report = Ingest(preparer, self._vectors, turn, encode).add_documents(intake, progress)
             report = self._without_gone(report, intake, removes)
         if self._behind_others and part.count == 1:
             return dataclasses.replace(report, neighbours=self.refresh(progress=progress))
@@ -295,10 +295,10 @@ class KnowledgeBase(Maintained):
         intake = Intake(_files_of(paths, empty), Shard())
         for _ in intake:
             pass
-        found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
+        gone = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
         if not empty:
-            return found
-        return Gone((*found.ids, *found.doubtful), (), found.kept)
+            return gone
+        return Gone((*gone.ids, *gone.doubtful), (), gone.kept)
 
     def plan(
         self,
@@ -329,10 +329,10 @@ class KnowledgeBase(Maintained):
             self._encoding(model), self.template, self.chunking, alone, self._catalog
         )
         planner = AddPlanner(preparer, near, behind)
-        found = planner.look(Intake(documents, Shard()), progress)
-        leaving = (*found.leaving, *removed)
+        plan = planner.look(Intake(documents, Shard()), progress)
+        leaving = (*plan.leaving, *removed)
         return dataclasses.replace(
-            found,
+            plan,
             leaving=leaving,
             behind=planner.count_behind(leaving),
             room=room_of(self._settings["store"] or str(self.path)),
@@ -342,18 +342,18 @@ class KnowledgeBase(Maintained):
         """Remove what has left the files that were read, or report it."""
         if not intake.paths or intake.part.count > 1:
             return report
-        found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
+        gone = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
         nothing: tuple[str, ...] = ()
-        everything = (*found.ids, *found.doubtful)
+        everything = (*gone.ids, *gone.doubtful)
         removed, left = {
             "nothing": (nothing, everything),
-            "certain": (found.ids, found.doubtful),
+            "certain": (gone.ids, gone.doubtful),
             "all": (everything, nothing),
         }[removes]
         if removed:
             self._catalog.remove(removed)
             self._finish_removals()
-        return dataclasses.replace(report, removed=removed, gone=left, kept=found.kept)
+        return dataclasses.replace(report, removed=removed, gone=left, kept=gone.kept)
 
     def update(self, documents: Iterable[DocumentSource], *, progress: bool = False) -> AddReport:
         """Replace documents by others of the same ids; ``add`` by another name."""
@@ -372,8 +372,8 @@ class KnowledgeBase(Maintained):
             raise RequestError(f"ids={ids!r} is one text; expected a list of document ids")
         self._require_writable("remove documents")
         ids = list(ids)
-        for index, one in enumerate(ids):
-            require_kind(f"ids[{index}]", one, (str,), "a text, a document's id", optional=False)
+        for index, name in enumerate(ids):
+            require_kind(f"ids[{index}]", name, (str,), "a text, a document's id", optional=False)
         distinct = list(dict.fromkeys(ids))
         unknown = tuple(i for i in distinct if self._catalog.document(i) is None)
         with self._acknowledged():
@@ -444,8 +444,8 @@ class KnowledgeBase(Maintained):
         retriever = None if given is None else adopted(given, self.chunks)
         version = self._settings.get(TERMS)
         search = Search(self._catalog, self._vectors, complete, retriever, self.reranker, version)
-        found = search.run(questions, k, limited(where, groups), mode, min_score)
-        return found[0] if isinstance(question, str) else found
+        hits = search.run(questions, k, limited(where, groups), mode, min_score)
+        return hits[0] if isinstance(question, str) else hits
 
     def chunk_of(self, key: str) -> str:
         """The chunk of a store key as people name it: document, place and encoder."""
@@ -498,8 +498,8 @@ class KnowledgeBase(Maintained):
         require_kind("what", what, (Sequence,), "a question or a list of keys", optional=False)
         if isinstance(what, str):
             ids = [hit.chunk_id for hit in self.search(what, k, groups=groups)]
-            found = [self._catalog.keys_of(ids, encoder) for encoder in self.encoders]
-            keys = [key for by_id in found for key in by_id.values()]
+            keys_by_id = [self._catalog.keys_of(ids, encoder) for encoder in self.encoders]
+            keys = [key for by_id in keys_by_id for key in by_id.values()]
         elif groups is not None:
             raise RequestError("groups= limits a question; keys say nothing of readers: ask one")
         else:

@@ -70,7 +70,7 @@ def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
     if name == "template":
         yield from (template.to_dict() for template in TEMPLATES.values())
     if name == "encoders":
-        kept = [name for name, it in ENCODERS.items() if not it.wraps]
+        kept = [name for name, encoder in ENCODERS.items() if not encoder.wraps]
         for count in range(1, len(kept) + 1):
             yield from map(list, itertools.permutations(kept, count))
     if name == PRIMER:
@@ -78,7 +78,7 @@ def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
     if name == CHANGES:
         yield from range(_MOST_TRIED)
     if name == "fingerprint" and {"model", "layout", "salt"} <= settings.keys():
-        model, layout, salt = (settings[it] for it in ("model", "layout", "salt"))
+        model, layout, salt = (settings[key] for key in ("model", "layout", "salt"))
         yield derive(model["fingerprint"], stored=layout["stored"], salt=salt)
 
 

@@ -130,7 +130,7 @@ class Maintained(Parts):
         None of a document that is not there, or has fewer chunks.
         """
         ids = self._catalog.ids_of_document(document_id)
-        wanted = range(len(ids)) if numbers is None else (it for it in numbers if it < len(ids))
+        wanted = range(len(ids)) if numbers is None else (i for i in numbers if i < len(ids))
         return self._catalog.hits([(ids[number], 0.0) for number in wanted])
 
     def holds(self, chunk_ids: Sequence[int], content_ids: Sequence[str]) -> bool:
@@ -307,11 +307,11 @@ class Maintained(Parts):
         check_primer(primer, self.template, model, self.chunking.chunk_tokens)
         if self.primer is not None and primer.same(self.primer):
             return
-        seeing = {name for name, it in ENCODERS.items() if it.sees_primer}
+        seeing = {name for name, encoder in ENCODERS.items() if encoder.sees_primer}
         judged = [
             GATE + name
             for name, gate in self.gates.items()
-            if seeing & {gate["subject"]["method"][it] for it in ("encoder", "first_encoder")}
+            if seeing & {gate["subject"]["method"][role] for role in ("encoder", "first_encoder")}
         ]
         with self._acknowledged():
             # Keys first: whoever is ended in between leaves a base that lacks KV, not a wrong one.
@@ -331,12 +331,12 @@ class Maintained(Parts):
             ("missing"), how many records are "corrupt" or "unsealed", and chunks and bytes that the
             knowledge base does not need ("orphans", "orphan_bytes").
         """
-        found = collect_stats(
+        stats = collect_stats(
             self.path, self._catalog, self._catalog.settings(), self.store, self._vectors
         )
         if walk:
-            found["stored"] |= unneeded(self._catalog, self._catalog.settings(), self.store)
-        return found | {"gates": {name: gate["ratio"] for name, gate in self.gates.items()}}
+            stats["stored"] |= unneeded(self._catalog, self._catalog.settings(), self.store)
+        return stats | {"gates": {name: gate["ratio"] for name, gate in self.gates.items()}}
 
     @property
     def _behind_others(self) -> tuple[str, ...]:
@@ -372,7 +372,7 @@ def collect_stats(
     """Counts and settings, JSON-able."""
     counts, stored = catalog.counts(), store.counted()
     kept = stored.encoders
-    indexes = {name: one for name, one in stored.aux.items() if indexes_nbytes({name: 1})}
+    indexes = {name: kind for name, kind in stored.aux.items() if indexes_nbytes({name: 1})}
     known = settings["vectors"]
     indexing, size = settings.get("attention_index"), settings["chunking"]["chunk_tokens"]
     return {
@@ -396,19 +396,19 @@ def collect_stats(
             "salted": bool(settings["salt"]),
             "sealed": settings.get("sealed") is not None,
             "max_bytes": settings["max_bytes"],
-            "chunks": sum(one.chunks for one in kept.values()),
-            "tokens": sum(one.tokens for one in kept.values()),
-            "bytes": sum(one.nbytes for one in kept.values()),
+            "chunks": sum(kind.chunks for kind in kept.values()),
+            "tokens": sum(kind.tokens for kind in kept.values()),
+            "bytes": sum(kind.nbytes for kind in kept.values()),
             "bytes_per_token": store.layout.stored_nbytes(size) / size,
-            "variants": {name: one.chunks for name, one in sorted(kept.items())},
+            "variants": {name: kind.chunks for name, kind in sorted(kept.items())},
         },
         "attention_index": None
         if indexing is None
         else {
             "kind": indexing["kind"],
             "from_tokens": indexing["exact_below"],
-            "chunks": max((one.chunks for one in indexes.values()), default=0),
-            "bytes": sum(one.nbytes for one in indexes.values()),
+            "chunks": max((kind.chunks for kind in indexes.values()), default=0),
+            "bytes": sum(kind.nbytes for kind in indexes.values()),
         },
         "vectors": None
         if known is None or vectors is None

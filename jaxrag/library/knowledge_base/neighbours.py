@@ -203,8 +203,7 @@ class Neighbours:
         if self.by == "bm25":
             search = self.words or self.catalog.ranked
             return {
-                name: [found.chunk_id for found in search(text, depth)]
-                for name, text in texts.items()
+                name: [hit.chunk_id for hit in search(text, depth)] for name, text in texts.items()
             }
         assert self.vectors is not None
         vectors = self.vectors.embedder(list(texts.values()), "passage")
@@ -226,8 +225,8 @@ def _ranked(
     index: VectorIndex, names: Sequence[int], vectors: HostArray, depth: int
 ) -> dict[int, list[int]]:
     """By name the ids of the chunks nearest to each of some vectors, float32 [N, E]."""
-    found, _ = index.search(vectors, depth)
-    return {name: row[row != NOTHING].tolist() for name, row in zip(names, found, strict=True)}
+    rows, _ = index.search(vectors, depth)
+    return {name: row[row != NOTHING].tolist() for name, row in zip(names, rows, strict=True)}
 
 
 def _may_precede(other: ChunkTokens, own: ChunkTokens) -> bool:
@@ -353,19 +352,19 @@ def _refresh_batch(
     missing = encoding.encode_missing(encoder, by_key)
     neighbours.catalog.put_contexts(encoder, [(i, keys[i], placed[i].content_ids) for i in changed])
     # What no document held when it was found may have been swept before this commit made it live.
-    stored = {key: it for key, it in by_key.items() if key not in missing}
+    stored = {key: chunk for key, chunk in by_key.items() if key not in missing}
     encoding.encode_missing(encoder, stored)
     return {
         "chunks": len(placed),
         "unchanged": len(placed) - len(changed),
         "reused": len(changed) - len(missing),
         "encoded": len(missing),
-        "encoded_tokens": sum(len(it.ids) for it in missing.values()),
+        "encoded_tokens": sum(len(chunk.ids) for chunk in missing.values()),
         "context_tokens": sum(
-            len(encoding.prefix) + sum(map(len, it.neighbours)) for it in missing.values()
+            len(encoding.prefix) + sum(map(len, chunk.neighbours)) for chunk in missing.values()
         ),
         "kv_bytes": sum(
-            encoding.store.layout.stored_nbytes(len(it.ids)) for it in missing.values()
+            encoding.store.layout.stored_nbytes(len(chunk.ids)) for chunk in missing.values()
         ),
     }
 
@@ -378,14 +377,14 @@ def recorded_chunks(
     A key that no chunk of the catalog has is left out.
     """
     neighbours = Neighbours(catalog, None, model, template, 0, "bm25")
-    found: dict[str, dict[str, Placed]] = {}
+    chunks: dict[str, dict[str, Placed]] = {}
     for key in keys:
         chunk = catalog.chunk_of(key)
         if chunk is not None:
             placed = neighbours.recorded([chunk.chunk_id], chunk.encoder)
             if chunk.chunk_id in placed:
-                found.setdefault(chunk.encoder, {})[key] = placed[chunk.chunk_id]
-    return found
+                chunks.setdefault(chunk.encoder, {})[key] = placed[chunk.chunk_id]
+    return chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,13 +457,13 @@ class NeighbourSearch:
         if not np.array_equal(self.catalog.chunk_ids(), self.chunk_ids):
             self._give_up()
             return
-        found = {
+        search = {
             "run": self.run,
             "how": dict(self.how),
             "chunks": _to_ranges(self.chunk_ids),
             "copies": _to_ranges(copies),
         }
-        self.catalog.swap(_SETTING, lambda value: found if _run_of(value) == self.run else value)
+        self.catalog.swap(_SETTING, lambda value: search if _run_of(value) == self.run else value)
         self.check()
 
     def _give_up(self) -> None:
@@ -497,7 +496,7 @@ def entered(
 
     Returns bool [N].
     """
-    found = np.zeros(len(own), bool)
+    near = np.zeros(len(own), bool)
     get = index.getter(2 * len(own))
     for added in blocks:
         longest = np.sqrt(np.square(added).sum(1).max())
@@ -506,8 +505,8 @@ def entered(
             vectors, ends = get(own[here]), get(last[here])
             lengths = np.sqrt(np.square(vectors).sum(1))
             slack = _ROUNDING * lengths * np.maximum(longest, np.sqrt(np.square(ends).sum(1)))
-            found[here] |= (vectors @ added.T).max(1) >= (vectors * ends).sum(1) - slack
-    return found
+            near[here] |= (vectors @ added.T).max(1) >= (vectors * ends).sum(1) - slack
+    return near
 
 
 def _to_ranges(ids: HostArray) -> list[list[int]]:

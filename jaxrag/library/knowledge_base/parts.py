@@ -164,13 +164,13 @@ class Parts:
         owners.register(own)
         if not self._catalog.has_documents():
             local = settings["store"] is None
-            for one in owners.all():
+            for owner in owners.all():
                 if (
-                    one.id != own.id
-                    and one.folder == own.folder
-                    and (local or one.host == own.host)
+                    owner.id != own.id
+                    and owner.folder == own.folder
+                    and (local or owner.host == own.host)
                 ):
-                    _LOG.warning(REPLACED.format(folder=self.path, id=one.id))
+                    _LOG.warning(REPLACED.format(folder=self.path, id=owner.id))
         if options.accept_older and self._vectors is not None:
             # Their ids are free again in an older catalog, and must not name other chunks.
             ids = self._vectors.index.ids()

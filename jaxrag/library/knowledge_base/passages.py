@@ -76,7 +76,7 @@ class PassageCorpus:
         depth = self.top_n + 1
         while len(others) < self.top_n:
             before = len(ranking)
-            ranking = [found.chunk_id for found in self._words(asked, depth)]
+            ranking = [hit.chunk_id for hit in self._words(asked, depth)]
             for number in ranking[before:]:
                 ids, words = self._prompt_ids(number), terms(self._searched(number))
                 same = np.array_equal(ids, chunk.ids) or _equal(own, words, _CUT * is_cut)

@@ -37,7 +37,7 @@ class AddPlanner:
 
         ``progress`` shows how far it is, on stderr.
         """
-        found = AddPlan()
+        plan = AddPlan()
         layout = self.preparer.encoding.store.layout
         behind = len(self.encoders)
         if behind and NEIGHBOUR_ENCODER not in self.preparer.encoders:
@@ -46,40 +46,40 @@ class AddPlanner:
         self._contents: set[str] = set()  # of documents that are new, or would be replaced
         self._vectors: list[HostArray] = []  # of contents that no chunk has
         self._num_fresh = 0
-        for some in itertools.batched(self.preparer.ahead(intake), _BATCH):
-            bad = tuple(it for it in some if isinstance(it, BadDocument))
-            good = [it for it in some if isinstance(it, Prepared)]
-            changed = [it for it in good if not it.unchanged]
+        for some in itertools.batched(self.preparer.prepare_ahead(intake), _BATCH):
+            bad = tuple(read for read in some if isinstance(read, BadDocument))
+            good = [read for read in some if isinstance(read, Prepared)]
+            changed = [doc for doc in good if not doc.unchanged]
             self._take(changed)
             bar.update(len(some))
             lacking = self._lacking(good)
             # A variant that sees neighbours gets KV of every new chunk, whichever they are.
-            lengths = [*lacking, *(len(ids) for it in changed for ids in it.token_ids * behind)]
-            found = dataclasses.replace(
-                found,
-                documents=found.documents + len(good),
-                replaced=found.replaced + sum(it.replaces for it in good),
-                unchanged=found.unchanged + len(good) - len(changed),
-                chunks=found.chunks + sum(len(it.token_ids) for it in good),
-                encoded=found.encoded + len(lacking),
-                leaving=(*found.leaving, *(it.entry.document.id for it in good if it.replaces)),
-                skipped=(*found.skipped, *bad),
-                kv_tokens=found.kv_tokens + sum(lengths),
-                kv_bytes=found.kv_bytes + sum(map(layout.stored_nbytes, lengths)),
+            lengths = [*lacking, *(len(ids) for doc in changed for ids in doc.token_ids * behind)]
+            plan = dataclasses.replace(
+                plan,
+                documents=plan.documents + len(good),
+                replaced=plan.replaced + sum(doc.replaces for doc in good),
+                unchanged=plan.unchanged + len(good) - len(changed),
+                chunks=plan.chunks + sum(len(doc.token_ids) for doc in good),
+                encoded=plan.encoded + len(lacking),
+                leaving=(*plan.leaving, *(doc.entry.document.id for doc in good if doc.replaces)),
+                skipped=(*plan.skipped, *bad),
+                kv_tokens=plan.kv_tokens + sum(lengths),
+                kv_bytes=plan.kv_bytes + sum(map(layout.stored_nbytes, lengths)),
             )
         bar.close()
-        return found
+        return plan
 
     def _lacking(self, batch: Sequence[Prepared]) -> list[int]:
         """Tokens of each chunk of a batch without KV, by variants that see no neighbours."""
         encoding, lengths = self.preparer.encoding, list[int]()
         for encoder in self.preparer.encoders:
             by_key: dict[str, ChunkInContext] = {}
-            for it in batch:
+            for doc in batch:
                 by_key |= zip(
-                    it.entry.keys[encoder], map(ChunkInContext, it.token_ids), strict=True
+                    doc.entry.keys[encoder], map(ChunkInContext, doc.token_ids), strict=True
                 )
-            lengths += (len(it.ids) for it in encoding.missing(encoder, by_key).values())
+            lengths += (len(chunk.ids) for chunk in encoding.missing(encoder, by_key).values())
         return lengths
 
     def _take(self, batch: Sequence[Prepared]) -> None:
@@ -87,18 +87,18 @@ class AddPlanner:
         if self.neighbours is None:
             return
         texts = {
-            content: searched_text(it.entry.document.title, chunk.text)
-            for it in batch
-            for content, chunk in zip(it.entry.content_ids, it.entry.chunks, strict=True)
+            content: searched_text(doc.entry.document.title, chunk.text)
+            for doc in batch
+            for content, chunk in zip(doc.entry.content_ids, doc.entry.chunks, strict=True)
         }
         known = self.neighbours.catalog.with_content(texts)
-        fresh = [it for it in texts if it not in known and it not in self._contents]
+        fresh = [name for name in texts if name not in known and name not in self._contents]
         self._contents |= texts.keys()
         self._num_fresh += len(fresh)
         if fresh and self.neighbours.by == "vectors":
             vectors = self.neighbours.vectors
             assert vectors is not None
-            self._vectors.append(vectors.embedder([texts[it] for it in fresh], "passage"))
+            self._vectors.append(vectors.embedder([texts[name] for name in fresh], "passage"))
 
     def count_behind(self, leaving: Sequence[str]) -> int | None:
         """At most so many chunks would be encoded behind other neighbours, after ``look``.
@@ -112,7 +112,7 @@ class AddPlanner:
         if near is None:
             return None
         catalog = near.catalog
-        gone = [it for it in catalog.contents_only_of(leaving) if it not in self._contents]
+        gone = [name for name in catalog.contents_only_of(leaving) if name not in self._contents]
         ids = np.setdiff1d(catalog.chunk_ids(), catalog.ids_with_content(gone))
         if near.by == "bm25" and (gone or self._num_fresh):
             return (len(ids) + self._num_fresh) * len(self.encoders)

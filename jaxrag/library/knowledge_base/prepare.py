@@ -68,7 +68,7 @@ class Preparer:
         """The model's; TokenizerError when it takes no text."""
         return self.encoding.model.text_tokenizer()
 
-    def ahead(self, intake: Intake) -> Iterator[Prepared | BadDocument]:
+    def prepare_ahead(self, intake: Intake) -> Iterator[Prepared | BadDocument]:
         """Everything that is taken in, in its order, ready while the caller works on earlier ones.
 
         At most _AHEAD_CHARACTERS, _AHEAD_DOCUMENTS and one document are held.
@@ -77,12 +77,12 @@ class Preparer:
         ahead = 0
         threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "jaxrag-prepare")
         try:
-            for found in intake:
-                if isinstance(found, BadDocument):
-                    waiting.append(found)
+            for document in intake:
+                if isinstance(document, BadDocument):
+                    waiting.append(document)
                 else:
-                    waiting.append((found, threads.submit(self.prepare, found)))
-                    ahead += len(found.text)
+                    waiting.append((document, threads.submit(self.prepare, document)))
+                    ahead += len(document.text)
                 while waiting and (ahead > _AHEAD_CHARACTERS or len(waiting) > _AHEAD_DOCUMENTS):
                     ahead -= _characters(waiting[0])
                     yield _result(waiting.popleft())

@@ -73,14 +73,14 @@ def examine(names: Names | None, stored: StoredDocument) -> Examined:
 
     Without ``names`` rows are held against their digests and each other only.
     """
-    found = _Document(names, stored)
-    faults = tuple(found.faults())
+    document = _Document(names, stored)
+    faults = tuple(document.faults())
     if not faults:
         return Examined()
     mended = None
     if names is not None:
         try:
-            mended = found.mended(names)
+            mended = document.mended(names)
         except (ValueError, TypeError, OverflowError, RecursionError, JaxragError):
             mended = None  # a column holds what no program writes there
     if mended is None:

@@ -75,7 +75,7 @@ class Search:
         depth = k
         while True:
             rankings = [
-                [one for one in ranking if min_score is None or one.score >= min_score]
+                [hit for hit in ranking if min_score is None or hit.score >= min_score]
                 for ranking in rank(questions, depth)
             ]
             rows = [_distinct(self.catalog.hits(ranking, chosen)) for ranking in rankings]

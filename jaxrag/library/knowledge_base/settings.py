@@ -122,7 +122,7 @@ class OpenOptions(KnowledgeBaseOptions):
         encoders = [encoder_named(name) for name in self.encoders or ()]
         if self.encoders is not None and not encoders:
             raise KnowledgeBaseError("encoders is empty; name at least one, such as 'isolated'")
-        if any(it.wraps for it in encoders):
+        if any(encoder.wraps for encoder in encoders):
             raise KnowledgeBaseError(_NO_PACKETS)
         top_n, by = self.neighbours, self.similar_by
         if top_n is not None and (type(top_n) is not int or top_n < 1):

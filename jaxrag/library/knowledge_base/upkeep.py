@@ -101,7 +101,7 @@ class Claim:
     def of(cls, catalog: Catalog, settings: Mapping[str, Any]) -> "Claim":
         """The claim of the knowledge base with this catalog."""
         writers = Writers(catalog.path.parent)
-        seeing = [name for name, it in ENCODERS.items() if it.sees_neighbours]
+        seeing = [name for name, encoder in ENCODERS.items() if encoder.sees_neighbours]
         encoders = [*settings["encoders"], *seeing]
         return cls(catalog, encoders, settings["prefix_content"], writers)
 
@@ -207,10 +207,10 @@ def sweep(
     if vectors is not None:
         since = claims[0].writers.since()
         made_before = min(now - grace_seconds, now if since is None else since)
-        found = claims[0].catalog.strays(vectors.index.ids(), made_before, dry_run)
-        strays = len(found)
+        stray = claims[0].catalog.strays(vectors.index.ids(), made_before, dry_run)
+        strays = len(stray)
         if not dry_run:
-            vectors.remove(found)
+            vectors.remove(stray)
             vectors.index.collect(grace_seconds)
     return GcReport(report.chunks, report.damaged, report.attempts, report.nbytes, strays, dry_run)
 
@@ -237,16 +237,16 @@ def verify(
     and is left so.
     """
     with progress_bar(None, "verify", "B", shown=progress, scale=True) as bar:
-        found = store.verify(
+        verified = store.verify(
             catalog.all_keys(),
             max_bytes_per_second=max_bytes_per_second,
             told=bar.update,
             finite=True,
         )
-    damaged = (*found.corrupt, *found.unsealed, *(() if limited else found.missing))
-    dropped = len(found.missing) if limited else 0
+    damaged = (*verified.corrupt, *verified.unsealed, *(() if limited else verified.missing))
+    dropped = len(verified.missing) if limited else 0
     bare = [] if indexing is None else _unindexed(store, catalog, indexing, set(damaged))
-    return VerifyReport(found.ok, 0, damaged, dropped, tuple(bare), found.unsealed)
+    return VerifyReport(verified.ok, 0, damaged, dropped, tuple(bare), verified.unsealed)
 
 
 def repair(
@@ -261,7 +261,7 @@ def repair(
             at_work.needs(by_key)
             for batch in itertools.batched(by_key.items(), _REPAIR_BATCH):
                 for made in encoding.encode(encoder, dict(batch)):
-                    made.put(encoding.store.put, replace=True)
+                    encoding.store.put(**made.for_store(replace=True))
                     repaired.add(made.key)
     damaged = tuple(key for key in report.damaged if key not in repaired)
     bare = tuple(key for key in report.unindexed if key not in repaired)

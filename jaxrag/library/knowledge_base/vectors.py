@@ -96,13 +96,13 @@ class ChunkVectors:
                 f"{self.folder} was embedded by a function of digest {known['digest'][:16]}; open "
                 "it with embedder=, or search with mode='bm25'"
             )
-        found = load_embedder(known["path"])
-        if found.digest != known["digest"]:
+        embedder = load_embedder(known["path"])
+        if embedder.digest != known["digest"]:
             raise KnowledgeBaseError(
-                f"{known['path']} has digest {found.digest[:16]}, {self.folder} was embedded with "
-                f"{known['digest'][:16]}; restore that embedder or ingest into another folder"
+                f"{known['path']} has digest {embedder.digest[:16]}, {self.folder} was embedded "
+                f"with {known['digest'][:16]}; restore that embedder or ingest into another folder"
             )
-        return found
+        return embedder
 
     def make(self) -> None:
         """Make an empty index where there is none."""

@@ -77,7 +77,7 @@ class Writers:
 
     def _at_work(self) -> dict[str, set[bytes]]:
         """The keys that each writer at work has named so far, by its file."""
-        found = {}
+        keys_of = {}
         with disk_errors(self._folder):
             try:
                 names = os.listdir(self._folder)
@@ -85,9 +85,9 @@ class Writers:
                 names = []
             for name in names:
                 if is_hex(name, ATTEMPT_DIGITS) and (keys := self._read(name)) is not None:
-                    found[name] = keys
-        self._keys = {name: self._keys[name] for name in found}
-        return found
+                    keys_of[name] = keys
+        self._keys = {name: self._keys[name] for name in keys_of}
+        return keys_of
 
     def _read(self, name: str) -> set[bytes] | None:
         """The keys of one file; None when its writer is not at work any more."""

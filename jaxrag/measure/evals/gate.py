@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections import abc
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray, Step
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import Prefilled
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
@@ -163,7 +164,7 @@ def tallied(
     batch_size: int,
     *,
     name: str = "gate",
-    heard: abc.Callable[[], object] = lambda: None,
+    heard: Callable[[], object] = lambda: None,
     progress: bool = False,
 ) -> "list[Tally]":
     """What each of all settings but the first did, shown the first's answers.
@@ -224,7 +225,7 @@ def prepared_questions(
 def answered(
     ready: abc.Sequence[ReadyQuestion],
     batch_size: int,
-    heard: abc.Callable[[int], object] = lambda done: None,
+    heard: Callable[[int], object] = lambda done: None,
 ) -> list[Result]:
     """The answers in the order of the questions; ``heard`` counts them as they come."""
     found: dict[int, Result] = {}
@@ -272,7 +273,7 @@ def forced_along(
         logits = [np.concatenate((to_host(there.logits), one)) for one in rest]
         return logits, 0 if state.choice is None else len(state.choice.tokens)
 
-    [found] = prefilled(engine_of(model), [request], look)
+    [found] = inspect_prompts(engine_of(model), [request], look)
     return found
 
 
@@ -287,7 +288,7 @@ def _feed(runner: ModelRunner, state: Sequence, table: PageTable, answer: HostAr
     positions = np.pad(state.next_position + at, (0, pad), constant_values=-1)
     slots = np.pad(state.next_slot + at, (0, pad), constant_values=num_slots)
     step = Step(*(model.put_batch(x[None].astype(np.int32), 1) for x in (ids, positions, slots)))
-    return to_host(runner.cache.run(_forced, model.decoder(num_slots), table, step))[0, :count]
+    return to_host(runner.cache.update(_forced, model.decoder(num_slots), table, step))[0, :count]
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))

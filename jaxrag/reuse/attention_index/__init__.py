@@ -4,7 +4,7 @@ RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval
 FAISS's inverted file and its HNSW are there to compare with.
 """
 
-from jaxrag.reuse.attention_index.bank import QueryBank, rotated, spread, turned
+from jaxrag.reuse.attention_index.bank import QueryBank, rotated, rotated_unscaled, spread
 from jaxrag.reuse.attention_index.build import build
 from jaxrag.reuse.attention_index.index import AttentionIndex
 from jaxrag.reuse.attention_index.keys import Keys
@@ -42,8 +42,8 @@ __all__ = [
     "nearest_on_device",
     "open_index",
     "rotated",
+    "rotated_unscaled",
     "spec_from",
     "spread",
     "table_of",
-    "turned",
 ]

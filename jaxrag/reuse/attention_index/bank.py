@@ -117,16 +117,16 @@ def rotated(x: HostArray, positions: HostArray, rope: RopeConfig) -> HostArray:
     return _rotated(x, positions, rope, attention_factor(rope))
 
 
-def turned(x: HostArray, turns: HostArray, rope: RopeConfig) -> HostArray:
-    """Heads x [..., S, H] rotated by ``turns`` [S] positions and nothing else: float32.
+def rotated_unscaled(x: HostArray, by: HostArray, rope: RopeConfig) -> HostArray:
+    """Heads x [..., S, H] rotated by ``by`` [S] positions and nothing else: float32.
 
     Numpy's ``rope.rotate``: no attention factor is multiplied in.
     """
-    return _rotated(x, turns, rope, 1.0)
+    return _rotated(x, by, rope, 1.0)
 
 
-def _rotated(x: HostArray, turns: HostArray, rope: RopeConfig, factor: float) -> HostArray:
-    angles = np.asarray(turns, np.float64)[:, None] * frequencies(rope)
+def _rotated(x: HostArray, by: HostArray, rope: RopeConfig, factor: float) -> HostArray:
+    angles = np.asarray(by, np.float64)[:, None] * frequencies(rope)
     cos = (np.cos(angles) * factor).astype(np.float32)
     sin = (np.sin(angles) * factor).astype(np.float32)
     half = rope.rotary_dim // 2

@@ -23,7 +23,7 @@ from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import HostPool, rows_of
 from jaxrag.models.attention import Scale, merge, scale_of, scored
 from jaxrag.models.rope import RopeFactors, place, scale_rotary
-from jaxrag.reuse.attention_index import turned
+from jaxrag.reuse.attention_index import rotated_unscaled
 from jaxrag.reuse.decode.far import HostLayer
 from jaxrag.reuse.decode.host_search import NO_REQUEST, HostSearch
 
@@ -177,7 +177,7 @@ def pattern_of(
     for at, layer in enumerate(layers):
         rows = layer.rows[positions]
         keys, rope = layer.k[:, rows].astype(np.float32), config.rope_of(at)
-        keys = turned(keys, layer.offsets[positions], rope)
+        keys = rotated_unscaled(keys, layer.offsets[positions], rope)
         k[at, 0, index] = keys.swapaxes(0, 1).astype(k.dtype)
         v[at, 0, index] = layer.v[:, rows].swapaxes(0, 1)
     return on_host(Pattern, np.full((len(layers), 1), number, np.int32), k, v)

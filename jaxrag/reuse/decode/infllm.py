@@ -17,7 +17,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial
 from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.attention import merge
-from jaxrag.reuse.attention_index import turned
+from jaxrag.reuse.attention_index import rotated_unscaled
 from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt, HostTask
 from jaxrag.reuse.decode.far.layer import gathered
 from jaxrag.reuse.decode.far.memory import HostMemory, Stretch, first_highest
@@ -287,5 +287,5 @@ def _shown(memory: HostMemory, prompt: HostPrompt, recent: int, positions: HostA
         mean = (sums[end, head] - sums[first, head]) / count
         keys = memory.keys(head, memory.layer.rows[positions])
         back = memory.layer.offsets[positions] - positions
-        scores[head] = np.einsum("nh,nh->n", mean, turned(keys, back, memory.config.rope))
+        scores[head] = np.einsum("nh,nh->n", mean, rotated_unscaled(keys, back, memory.config.rope))
     return scores

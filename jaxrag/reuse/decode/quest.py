@@ -149,11 +149,11 @@ def _boxes(view: View, pages: Array, visible: Array) -> Boxes:
 def _bounds(view: View, boxes: Boxes) -> Array:
     """No key of a page scores higher than this: [B, K, G, M] float32, before scaling."""
     assert view.q is not None
-    turn = jnp.maximum(view.position[:, None] - view.offsets, 0)
+    rotation = jnp.maximum(view.position[:, None] - view.offsets, 0)
     q = scale_rotary(view.q, view.rope, view.config.rope).astype(jnp.float32)[:, None]
-    cos, sin = view.rope.cos[turn][:, :, None], view.rope.sin[turn][:, :, None]
+    cos, sin = view.rope.cos[rotation][:, :, None], view.rope.sin[rotation][:, :, None]
     q = rotate(q, cos, sin, interleaved=view.config.rope.interleaved)
-    q = q.reshape(*turn.shape, view.config.num_kv_heads, -1, view.config.head_dim)
+    q = q.reshape(*rotation.shape, view.config.num_kv_heads, -1, view.config.head_dim)
     above = jnp.einsum("bmkgh,bmkh->bkgm", jnp.maximum(q, 0), boxes.high.astype(jnp.float32))
     return above + jnp.einsum("bmkgh,bmkh->bkgm", jnp.minimum(q, 0), boxes.low.astype(jnp.float32))
 

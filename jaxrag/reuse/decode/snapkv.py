@@ -20,7 +20,7 @@ from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.attention import merge, scale_of, scored, with_sink_logits
 from jaxrag.models.rope import place
-from jaxrag.reuse.attention_index import rotated, turned
+from jaxrag.reuse.attention_index import rotated, rotated_unscaled
 from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
 from jaxrag.reuse.decode.far.memory import HostMemory, first_highest, merged, softmax
 from jaxrag.reuse.decode.far.scan import ByHead
@@ -206,7 +206,7 @@ def _host_votes(memory: HostMemory, prompt: HostPrompt, head: int, start: int) -
         if position < max(start, 0):
             continue
         one = np.repeat(placed[:, number, None], len(memory.offsets), axis=1)
-        asked = turned(one, -memory.offsets, memory.config.rope).swapaxes(0, 1)
+        asked = rotated_unscaled(one, -memory.offsets, memory.config.rope).swapaxes(0, 1)
         scores = memory.scan(head, asked * np.float32(memory.config.score_scale), stretches)
         weights, lse = softmax(np.where(places <= position, scores, np.float32(-np.inf)))
         if prompt.sink_logits is not None:

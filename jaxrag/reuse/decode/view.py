@@ -138,11 +138,11 @@ class View:
             [B, K, G, n] float32, -inf where a key is not seen.
         """
         slots = self.slots_of(positions)
-        turn = self.turns(slots)  # keys lie in the pool as they stand inside their chunk
-        turn = turn if at is None else turn + at - positions
+        rotation = self.rotations(slots)  # keys lie in the pool as they stand inside their chunk
+        rotation = rotation if at is None else rotation + at - positions
         query_at = self.position if query_at is None else query_at
         see = see & (positions >= 0) & (positions <= self.position[:, None, None, None])
-        return self._slot_scores(slots, see, query_at, turn)
+        return self._slot_scores(slots, see, query_at, rotation)
 
     def attend_at(
         self,
@@ -160,9 +160,9 @@ class View:
         assert self.q is not None
         flat = slots.reshape(slots.shape[0], -1)
         see = jnp.take_along_axis(self.visible, flat, axis=1).reshape(slots.shape)
-        return self._slot_scores(slots, see, self.position, self.turns(slots))
+        return self._slot_scores(slots, see, self.position, self.rotations(slots))
 
-    def _slot_scores(self, slots: Array, see: Array, query_at: Array, turn: Array) -> Array:
+    def _slot_scores(self, slots: Array, see: Array, query_at: Array, rotation: Array) -> Array:
         assert self.q is not None
         return slot_scores(
             scale_rotary(self.q, self.rope, self.config.rope),
@@ -171,7 +171,7 @@ class View:
             slots,
             see,
             jnp.maximum(query_at, 0),
-            turn,
+            rotation,
             rotary_of(self.config, self.rope),
             scale=scale_of(self.config),
         )
@@ -187,7 +187,7 @@ class View:
         out, lse = self.far.mix(scores, jnp.broadcast_to(slots, scores.shape))
         return Partial(out=out[:, None], lse=lse[:, None])
 
-    def turns(self, slots: Array) -> Array:
+    def rotations(self, slots: Array) -> Array:
         """By how much the keys at slots [B, ...] still have to be rotated: their page's offset."""
         flat = slots.reshape(slots.shape[0], -1) // self.pool.k.shape[1]
         return jnp.take_along_axis(self.offsets, flat, axis=1).reshape(slots.shape)
@@ -201,16 +201,18 @@ class View:
         page = self.pool.k.shape[1]
         keys = self.pool.k[self.pages].astype(jnp.float32)  # [B, M, page, K, H]
         visible = self.visible.reshape(batch, num_pages, page, 1, 1)
-        turn = jnp.broadcast_to(self.offsets[:, :, None], (batch, num_pages, page))
+        rotation = jnp.broadcast_to(self.offsets[:, :, None], (batch, num_pages, page))
         if at is not None:
-            local = jnp.where(visible[..., 0, 0], self.slot_position.reshape(turn.shape) - turn, 0)
-            turn = at - local
-        turn = turn[..., None, None]
-        angle = jnp.abs(turn[..., 0])
+            local = jnp.where(
+                visible[..., 0, 0], self.slot_position.reshape(rotation.shape) - rotation, 0
+            )
+            rotation = at - local
+        rotation = rotation[..., None, None]
+        angle = jnp.abs(rotation[..., 0])
         keys = rotate(
             jnp.where(visible, keys, 0),
             self.rope.cos[angle],
-            jnp.sign(turn) * self.rope.sin[angle],
+            jnp.sign(rotation) * self.rope.sin[angle],
             interleaved=self.config.rope.interleaved,
         )
         return keys.reshape(batch, num_pages * page, *keys.shape[3:])
@@ -221,8 +223,8 @@ class View:
         page = self.pool.k.shape[1]
         rows = jnp.take_along_axis(self.pages, slots // page, axis=1)
         keys = self.pool.k[rows, slots % page].astype(jnp.float32)
-        turn = self.turns(slots)
-        cos, sin = self.rope.cos[turn][:, :, None], self.rope.sin[turn][:, :, None]
+        rotation = self.rotations(slots)
+        cos, sin = self.rope.cos[rotation][:, :, None], self.rope.sin[rotation][:, :, None]
         return rotate(keys, cos, sin, interleaved=self.config.rope.interleaved)
 
     @property

@@ -6,7 +6,8 @@ one while the next are being encoded.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,12 +71,10 @@ class Encoded:
     aux: Mapping[str, HostArray] | None
     finite: bool
 
-    def put[T](self, put: Callable[..., T], *, replace: bool = False) -> T:
-        """Put it into a store; returns what ``put`` returns.
+    def for_store(self, *, replace: bool = False) -> dict[str, Any]:
+        """The arguments of a store's ``put``, or of ``submit`` of its writer.
 
-        Args:
-          put: a store's ``put``, or ``submit`` of its writer.
-          replace: also over what is committed under the key, as its read was refused.
+        ``replace``: also over what is committed under the key, as its read was refused.
 
         Raises StoreError for KV that holds NaN or infinity; no answer could be made from it.
         """
@@ -86,7 +85,8 @@ class Encoded:
             )
         # Indexes come with their chunk: one that was stored without them is put again.
         replace = replace or self.aux is not None
-        return put(self.key, self.kv, record=self.record, aux=self.aux, replace=replace)
+        own = {"key": self.key, "kv": self.kv, "record": self.record, "aux": self.aux}
+        return {**own, "replace": replace}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -207,7 +207,7 @@ class ChunkEncoding:
         missing = self.missing(encoder, by_key)
         with self.held.writer() as writer:
             for made in self.encode(encoder, missing):
-                made.put(writer.submit)
+                writer.submit(**made.for_store())
         return missing
 
     def keep_prefix(self) -> None:
@@ -227,7 +227,7 @@ class ChunkEncoding:
         if not self.store.writable:
             return "the store is open for reading only"
         try:
-            made.put(self.held.put, replace=True)
+            self.held.put(**made.for_store(replace=True))
         except StoreError as error:
             return str(error)
         return None

@@ -156,7 +156,7 @@ class KvDeviation(Selector):
             copies = _Copies(batch_table([_copied(scene)], 1, model.put_batch).pages, slots)
         table = batch_table([scene.table], 1, model.put_batch)
         decoder = model.decoder(ids.shape[1])
-        out = cache.run(_whole_check, decoder, table, prompt, copies, self.layers[0], self.part)
+        out = cache.update(_whole_check, decoder, table, prompt, copies, self.layers[0], self.part)
         return scene.gather(to_host(out))
 
     def _next_check(
@@ -188,7 +188,7 @@ class KvDeviation(Selector):
         where = _Where(*put_row(model, stale, local))
         copies = _Copies(table.pages, *put_row(model, own)) if self.keep_fresh else None
         decoder = model.decoder(table.slot_position.shape[1])
-        out = cache.run(_sparse_check, decoder, table, step, where, copies, layers, self.part)
+        out = cache.update(_sparse_check, decoder, table, step, where, copies, layers, self.part)
         found = np.full(scene.num_chunk_tokens, -np.inf, np.float32)
         found[kept] = to_host(out)[0, :count]
         return found

@@ -122,7 +122,7 @@ class QueryGuided(Selector):
         slots = np.where(order >= 0, scene.scratch + order, num_slots)
         step = Step(*put_row(model, ids, positions.astype(np.int32), slots.astype(np.int32)))
         [votes] = put_row(model, self._votes(scene))
-        received: Array = cache.run(
+        received: Array = cache.update(
             _received_over_cache, model.decoder(num_slots), table, step, votes
         )
         return received

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrag.base.errors import DeadlineExceeded, Overloaded
 from jaxrag.serve.answers import Piece, Result
-from jaxrag.server.answers.asking import LATE, Asking, Inbox, Make, usage
+from jaxrag.serve.conversation import Conversation, Text
+from jaxrag.server.answers.asking import LATE, Asking, Inbox, usage
 from jaxrag.server.answers.sse import EventStream, comment, event
 from jaxrag.server.answers.visit import Visit, unless_left
 from jaxrag.server.answers.writers import AnswerWriter
@@ -23,7 +24,9 @@ from jaxrag.server.state.entry import Call, Endpoint, enter
 _TOGETHER = 64  # events that are sent at once, where so many are there
 
 
-def visited(asked: str) -> Callable[[Callable[[Visit], Coroutine[Any, Any, Response]]], Endpoint]:
+def model_endpoint(
+    asked: str,
+) -> Callable[[Callable[[Visit], Coroutine[Any, Any, Response]]], Endpoint]:
     """An endpoint that asks the model; the server hears how every request to it ended.
 
     ``asked`` is the field of what is asked, in errors.
@@ -59,9 +62,9 @@ def visited(asked: str) -> Callable[[Callable[[Visit], Coroutine[Any, Any, Respo
 
 
 async def respond(
-    visit: Visit, fields: Generation, prompts: Sequence[Make], writer: AnswerWriter
+    visit: Visit, fields: Generation, prompts: Sequence[Text | Conversation], writer: AnswerWriter
 ) -> Response:
-    """Ask the engine, and answer by a writer.
+    """Ask the engine, with the knowledge base of the visit, and answer by a writer.
 
     A stream begins with the first news, or after a while; what fails before is raised.
     """
@@ -77,7 +80,7 @@ async def respond(
     visit.enter(count)
     inbox = Inbox(settings.stream_events * count if fields.stream else None)
     visit.askings = [Asking(visit.state, inbox, place) for place in range(count)]
-    await _open(visit, fields, prompts)
+    await _begin(visit, fields, prompts)
     if not fields.stream:
         results = await _whole(visit, inbox)
         pieces = [asking.pieces for asking in visit.askings]
@@ -92,15 +95,16 @@ async def respond(
     return EventStream(events, visit.end, inbox.cut, writer.failed)
 
 
-async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> None:
+async def _begin(visit: Visit, fields: Generation, prompts: Sequence[Text | Conversation]) -> None:
     """Make all prompts ready, then hand them to the engine."""
     deadline = visit.deadline(fields.timeout)
     try:
         async with asyncio.timeout(deadline - time.monotonic()):
-            for place, make in enumerate(prompts):
+            for place, prompt in enumerate(prompts):
                 start = place * fields.choices
                 first, *others = visit.askings[start : start + fields.choices]
-                await first.ready(make, visit.threads, deadline)
+                access, base = visit.call.access, visit.knowledge_base
+                await first.ready(access, fields, prompt, base, visit.threads, deadline)
                 for choice, asking in enumerate(others, 1):
                     asking.ready_as(first, choice)
             visit.known(sum(asking.prompt_tokens for asking in visit.askings))
@@ -133,7 +137,7 @@ async def _events(
     """Everything from the first event to the account, as it comes."""
     count = len(visit.askings)
     by_place: dict[int, Result] = {}
-    out = [event(it) for it in writer.opening()]
+    out = [event(opening) for opening in writer.opening()]
     last = None
     while len(by_place) < count:
         if out and first is None and (not len(inbox) or len(out) >= _TOGETHER):
@@ -143,7 +147,7 @@ async def _events(
             async with asyncio.timeout(visit.state.settings.keepalive_seconds):
                 place, item = first or await inbox.next()
         except TimeoutError:
-            now = visit.state.engine.turns, [asking.where for asking in visit.askings]
+            now = visit.state.engine.iterations, [asking.where for asking in visit.askings]
             if now != last:  # one that does not move is to look so
                 yield comment(", ".join(now[1]))
             last = now
@@ -158,7 +162,7 @@ async def _events(
         else:
             visit.saw_tokens()
             out += map(event, writer.piece(place, item))
-    results = [by_place[it] for it in range(count)]
+    results = [by_place[place] for place in range(count)]
     account = _account(visit, fields, results)
     await writer.settle(results, account)
     out += map(event, writer.ended(place, by_place[place], account))
@@ -174,9 +178,9 @@ def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dic
     notes = ignored(fields)
     for account in accounts:
         account["notes"] = [*account["notes"], *notes]
-    found = {
+    body = {
         "usage": usage(visit.askings, results, fields.choices),
         "jaxrag": accounts[0] if len(accounts) == 1 else accounts,
     }
     fingerprint = visit.askings[0].fingerprint
-    return found if fingerprint is None else found | {"system_fingerprint": fingerprint}
+    return body if fingerprint is None else body | {"system_fingerprint": fingerprint}

@@ -10,13 +10,17 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrag.base.errors import DeadlineExceeded
+from jaxrag.base.types import HostArray
 from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.progress import Progress
+from jaxrag.models.model import Model, as_token_ids
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.conversation import Conversation, Source, Text
+from jaxrag.serve.conversation import Conversation, Source, Text, check_size
 from jaxrag.serve.output import AnswerText
 from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
@@ -28,8 +32,6 @@ from jaxrag.server.state.ingested import bring_ingested
 from jaxrag.server.state.replicas import Replicas
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
-
-Make = Callable[[Callable[[], None]], ReadyQuestion]  # from ``check_cancelled`` of ``Settings``
 
 LATE = "time was over before the prompt was ready; allow more, or ask later"
 DEFAULT_CLASS = 1  # of priority, where there are several
@@ -53,11 +55,17 @@ def make_ready(
 ) -> ReadyQuestion:
     """What the engine is to be asked; on a thread, as it retrieves.
 
-    ``check_cancelled`` is that of ``Settings``.
+    ``check_cancelled`` is that of ``Settings``. A prompt that is no conversation and brings no
+    knowledge stands alone, without a template.
     Raises Problem 404 for a knowledge base that is not there, 400 for what this server does not
     offer, and what ``resolve`` and ``prepare`` do.
     """
     server = state.settings
+    bare = knowledge_base is None and not fields.documents and not fields.blocks
+    if bare and not isinstance(asked, Conversation):
+        plain = (fields.plain or server.plain) == "passages"
+        text = asked if plain and isinstance(asked, str) else None
+        asked = Conversation((prompt_ids(state.model, asked),), prompt=text)
     base = None if knowledge_base is None else state.library.knowledge_base(access, knowledge_base)
     asked_for, most = fields.said.get("max_new_tokens"), server.max_answer_tokens
     if asked_for is not None and asked_for > most:
@@ -117,9 +125,9 @@ def make_ready(
     ready = prepare(settings, asked, fields.passages, sampling)
     if base is None and server.plain == "passages" and not isinstance(state.engine, Replicas):
         bases = [
-            it
-            for name, it in state.knowledge_bases.items()
-            if access.may_read(name) and it.chunking.pasted
+            base
+            for name, base in state.knowledge_bases.items()
+            if access.may_read(name) and base.chunking.pasted
         ]
         if bases:
             loads = list(sequence_of(state.model, ready).loads.values())
@@ -134,6 +142,27 @@ def make_ready(
         priority=_priority(state, access, fields.priority),
         tenant=access.tenant,
     )
+
+
+def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:
+    """A text alone as token ids; ``leading``: behind those that the model expects first."""
+    tokenizer = model.text_tokenizer()
+    ids: HostArray = tokenizer.encode(text, special=True)
+    first = tokenizer.leading_ids
+    if leading and not np.array_equal(ids[: len(first)], first):
+        ids = np.concatenate((first, ids))
+    return ids
+
+
+def prompt_ids(model: Model, prompt: Text) -> HostArray:
+    """A prompt that stands alone as token ids; a text is led by what the model expects first."""
+    check_size(model, (prompt,))
+    if not isinstance(prompt, str):
+        return as_token_ids(prompt, model.config, "question")
+    ids = text_ids(model, prompt)
+    if not len(ids):
+        raise invalid("prompt is empty: expected a text, or token ids", "prompt")
+    return ids.astype(np.int32)
 
 
 def _priority(state: ServerState, access: Access, asked: int | None) -> int:
@@ -231,16 +260,38 @@ class Asking:
         self._over = False  # nothing more will come
         state.asking.add(self)
 
-    async def ready(self, make: Make, threads: Executor, deadline: float) -> None:
+    async def ready(
+        self,
+        access: Access,
+        fields: Generation,
+        asked: Text | Conversation,
+        knowledge_base: str | None,
+        threads: Executor,
+        deadline: float,
+    ) -> None:
         """Make the prompt ready on a thread; given up once nobody wants it, or at the deadline.
 
-        Raises what ``make`` raises.
+        The arguments are those of ``make_ready``; raises what that raises.
         """
-        check_cancelled = functools.partial(self._check_cancelled, deadline)
-        self._asked = await self._loop.run_in_executor(threads, self._made, make, check_cancelled)
+
+        def check_cancelled() -> None:
+            if self._closed:
+                raise self._failed or ClientLeft
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(LATE)
+
+        def prepared() -> ReadyQuestion:
+            begun = time.monotonic()
+            ready = make_ready(self._state, access, fields, asked, knowledge_base, check_cancelled)
+            retrieved = begun + ready.retrieve_seconds
+            ended = time.monotonic()
+            self.moments = {"preparing": begun, "retrieved": retrieved, "prepared": ended}
+            return ready
+
+        self._asked = await self._loop.run_in_executor(threads, prepared)
         self.thinks = None if self._asked.abstains else thinks(self._asked)
         self.prompt_tokens = 0 if self._asked.abstains else self._asked.prompt.num_tokens
-        self._growing = Growing(self._asked, self._hear)
+        self._growing = Growing(self._asked, self._on_news)
 
     def ready_as(self, other: "Asking", choice: int) -> None:
         """Ready for another answer to the prompt of ``other``; which one joins its seed."""
@@ -249,14 +300,7 @@ class Asking:
         self._asked = dataclasses.replace(other._asked, sampling=sampling)
         self.prompt_tokens, self.moments = other.prompt_tokens, dict(other.moments)
         self.thinks = other.thinks
-        self._growing = Growing(self._asked, self._hear)
-
-    def _made(self, make: Make, check_cancelled: Callable[[], None]) -> ReadyQuestion:
-        begun = time.monotonic()
-        made = make(check_cancelled)
-        retrieved = begun + made.retrieve_seconds
-        self.moments = {"preparing": begun, "retrieved": retrieved, "prepared": time.monotonic()}
-        return made
+        self._growing = Growing(self._asked, self._on_news)
 
     async def begin(self, deadline: float) -> None:
         """Hand it to the engine; it fails at ``deadline``, by ``time.monotonic``."""
@@ -275,20 +319,13 @@ class Asking:
         request = dataclasses.replace(question, timeout=left)
 
         def add() -> None:
-            number = self._state.engine.add(request, self._sink)
+            number = self._state.engine.add(request, self._on_progress)
             with self._lock:
                 self._number, closed = number, self._closed
             if closed:
                 self._state.engine.abort(number)
 
         await self._loop.run_in_executor(self._state.hand_over, add)
-
-    def _check_cancelled(self, deadline: float) -> None:
-        """On the thread that makes it ready: raises where that is in vain."""
-        if self._closed:
-            raise self._failed or ClientLeft
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(LATE)
 
     async def check_current(self) -> None:
         """Problem 503 where a document that it is made from left meanwhile: it is to be sent again.
@@ -375,7 +412,7 @@ class Asking:
         if self._is_plain:
             shown["plain"] = [dataclasses.asdict(span) for span in self.spans]
         base = None if self._asked is None else self._asked.settings.kb
-        if not access.admin and any(base is it for it in self._state.knowledge_bases.values()):
+        if not access.admin and any(base is kb for kb in self._state.knowledge_bases.values()):
             for row in shown["reuse"]:
                 row["where"] = None
         if base is not None:
@@ -383,11 +420,11 @@ class Asking:
             shown["notes"] = [note.replace(parent, "") for note in shown["notes"]]
         return shown
 
-    def _sink(self, progress: Progress) -> None:
+    def _on_progress(self, progress: Progress) -> None:
         """On the engine's thread."""
-        self._loop.call_soon_threadsafe(self._arrive, progress)
+        self._loop.call_soon_threadsafe(self._take_progress, progress)
 
-    def _arrive(self, progress: Progress) -> None:
+    def _take_progress(self, progress: Progress) -> None:
         """Text of new tokens, here and not on the engine's thread."""
         if self._over:
             return
@@ -396,12 +433,14 @@ class Asking:
             if progress.outcome is not None:
                 self.moments |= progress.outcome.moments
             before = self._growing.ended
-            if self._growing.sink(progress) and not before and not self._over:  # a stop string
+            if (
+                self._growing.on_progress(progress) and not before and not self._over
+            ):  # a stop string
                 self._state.engine.stop(progress.number)
         except Exception as error:  # whoever waits sees it, and the event loop does not
             self.fail(error)
 
-    def _hear(self, item: News) -> None:
+    def _on_news(self, item: News) -> None:
         if isinstance(item, Piece):
             self.pieces.append(item)
             self._inbox.put(self._place, item)

@@ -37,7 +37,7 @@ class Calling:
     @property
     def names(self) -> frozenset[str]:
         """Of the tools."""
-        return frozenset(it["function"]["name"] for it in self.tools)
+        return frozenset(tool["function"]["name"] for tool in self.tools)
 
     @property
     def guide(self) -> Guide | None:
@@ -81,7 +81,7 @@ class Tools(Fields):
     @property
     def kinds(self) -> list[Any]:
         """Their types."""
-        return [it.get("type") if isinstance(it, dict) else None for it in self.tools]
+        return [tool.get("type") if isinstance(tool, dict) else None for tool in self.tools]
 
     def offered(self) -> bool:
         """Whether any may be called. Raises Problem 400 where one has to be and there is none."""
@@ -235,7 +235,7 @@ def text_part(what: str, part: Any) -> dict[str, Any]:
 def input_items(place: int, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A message as items of the input of a response, named by their place among all messages."""
     role, content = message["role"], message["content"]
-    texts = [content] if isinstance(content, str) else [it["text"] for it in content or ()]
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
     done = {"status": "completed"}
     if role == "tool":
         name, output = message.get("tool_call_id") or "", "".join(texts)

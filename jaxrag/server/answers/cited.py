@@ -24,13 +24,13 @@ def of_chat(result: Result) -> list[dict[str, Any]]:
         {
             "type": "url_citation",
             "url_citation": {
-                "start_index": one.start,
-                "end_index": one.end,
+                "start_index": citation.start,
+                "end_index": citation.end,
                 "title": filename(source),
                 "url": _url(source),
             },
         }
-        for one, source in _cited(result)
+        for citation, source in _cited(result)
     ]
 
 
@@ -46,14 +46,14 @@ def of_response(result: Result, measured: bool) -> list[dict[str, Any]]:
         firsts = {file_id_of(hit.document_id): hit for hit in reversed(best)}
         return [_file_citation(firsts[file], files) for file in files]
     return [
-        {**_file_citation(source, files), "start_index": one.start, "end_index": one.end}
-        for one, source in _cited(result)
+        {**_file_citation(source, files), "start_index": citation.start, "end_index": citation.end}
+        for citation, source in _cited(result)
     ]
 
 
 def _cited(result: Result) -> Iterator[tuple[Citation, Source]]:
-    sources = {it.number: it for it in result.sources}
-    return ((one, sources[one.source]) for one in result.citations)
+    sources = {source.number: source for source in result.sources}
+    return ((citation, sources[citation.source]) for citation in result.citations)
 
 
 def _file_citation(source: Source, files: Sequence[str]) -> dict[str, Any]:

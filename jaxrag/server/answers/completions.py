@@ -1,22 +1,17 @@
 """POST /v1/completions: prompts to go on from, with chunks before them or without any."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from starlette.responses import Response
 
-from jaxrag.base.types import HostArray
-from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.ask import is_ids
-from jaxrag.serve.conversation import Conversation, Text, check_size
-from jaxrag.serve.questions import ReadyQuestion
-from jaxrag.server.answers.answering import respond, visited
-from jaxrag.server.answers.asking import make_ready
+from jaxrag.serve.conversation import Text
+from jaxrag.server.answers.answering import model_endpoint, respond
+from jaxrag.server.answers.asking import prompt_ids
 from jaxrag.server.answers.scoring import ScoringFields, scored
-from jaxrag.server.answers.tokenize import text_ids
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.answers.writers import AnswerWriter, TokenTexts, token_text
 from jaxrag.server.errors import invalid
@@ -25,18 +20,17 @@ from jaxrag.server.fields import Generation, wrong
 _MOST_PROMPTS = 64
 
 
-@visited("prompt")
+@model_endpoint("prompt")
 async def completions(visit: Visit) -> Response:
     """Go on from every prompt."""
-    prompts, fields = await visit.read(_asked)
+    prompts, fields = await visit.read(_parse)
     if isinstance(fields, ScoringFields):
-        jobs = [functools.partial(_ids, visit.state.model, prompt) for prompt in prompts]
+        jobs = [functools.partial(prompt_ids, visit.state.model, prompt) for prompt in prompts]
         return await scored(visit, jobs, fields)
     fields = visit.with_header(fields)
-    base = visit.choose_base(fields, default=False)
-    makes = [functools.partial(_make_ready, visit, fields, base, prompt) for prompt in prompts]
+    visit.choose_base(fields, default=False)
     writer = CompletionWriter(visit, len(prompts) * fields.choices, fields)
-    return await respond(visit, fields, makes, writer)
+    return await respond(visit, fields, prompts, writer)
 
 
 class _CompletionFields(Generation):
@@ -46,26 +40,10 @@ class _CompletionFields(Generation):
     echo: bool = False
 
 
-def _asked(body: Mapping[str, Any]) -> tuple[list[Text], Generation]:
+def _parse(body: Mapping[str, Any]) -> tuple[list[Text], Generation]:
     """The prompts of a body, and how they are gone on from or scored."""
     fields: Any = (ScoringFields if body.get("echo") is True else _CompletionFields).read(body)
     return prompts_of(fields.prompt), fields.model_copy(update={"earlier_turns": None})
-
-
-def _make_ready(
-    visit: Visit,
-    fields: Generation,
-    base: str | None,
-    prompt: Text,
-    check_cancelled: Callable[[], None],
-) -> ReadyQuestion:
-    """One of the prompts as the engine is asked; on a thread."""
-    asked: Text | Conversation = prompt
-    if base is None and not fields.documents and not fields.blocks:
-        plain = (fields.plain or visit.state.settings.plain) == "passages"
-        text = prompt if plain and isinstance(prompt, str) else None
-        asked = Conversation((_ids(visit.state.model, prompt),), prompt=text)
-    return make_ready(visit.state, visit.call.access, fields, asked, base, check_cancelled)
 
 
 def prompts_of(given: Any) -> list[Text]:
@@ -81,17 +59,6 @@ def prompts_of(given: Any) -> list[Text]:
             f"prompt has {len(given)} entries: expected at most {_MOST_PROMPTS}", "prompt"
         )
     return given
-
-
-def _ids(model: Model, prompt: Text) -> HostArray:
-    """A prompt that stands alone as token ids; a text is led by what the model expects first."""
-    check_size(model, (prompt,))
-    if not isinstance(prompt, str):
-        return as_token_ids(prompt, model.config, "question")
-    found = text_ids(model, prompt)
-    if not len(found):
-        raise invalid("prompt is empty: expected a text, or token ids", "prompt")
-    return found.astype(np.int32)
 
 
 class CompletionWriter(AnswerWriter):
@@ -114,9 +81,9 @@ class CompletionWriter(AnswerWriter):
         tokens, offsets = self._texts[place].push(piece.ids)
         likeliest: list[dict[str, float]] = [{} for _ in tokens]
         for at, top in enumerate(piece.top):
-            likeliest[at] = {token_text(self.model, it): value for it, value in top}
-        for found, token, logprob in zip(likeliest, tokens, piece.logprobs, strict=True):
-            found.setdefault(token, logprob)
+            likeliest[at] = {token_text(self.model, token_id): value for token_id, value in top}
+        for likely, token, logprob in zip(likeliest, tokens, piece.logprobs, strict=True):
+            likely.setdefault(token, logprob)
         return {
             "tokens": tokens,
             "token_logprobs": piece.logprobs,

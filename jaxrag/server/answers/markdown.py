@@ -47,8 +47,8 @@ def nodes_of(text: str) -> list[Node]:
 
 
 def _nodes(tokens: Iterable[Token]) -> list[Node]:
-    found: list[Node] = []
-    open_ones = [found]
+    lines: list[Node] = []
+    open_ones = [lines]
     for token in tokens:
         if token.nesting == 1:
             inside: list[Node] = []
@@ -62,7 +62,7 @@ def _nodes(tokens: Iterable[Token]) -> list[Node]:
             open_ones.pop()
         else:
             open_ones[-1] += _leaf(token)
-    return found
+    return lines
 
 
 def _is_shown(token: Token) -> bool:

@@ -176,7 +176,7 @@ class ResponseWriter(AnswerWriter):
 
     def answer(self, result: Result, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What it said, as later prompts have it; ``output`` are its items."""
-        calls = [called(it) for it in output if it["type"] == "function_call"]
+        calls = [called(item) for item in output if item["type"] == "function_call"]
         thought, result = self.spoken(0, result)
         message = {"role": "assistant", "content": self.reader.read(result.text)[0]}
         message |= {"reasoning_content": thought} if thought else {}
@@ -207,8 +207,8 @@ class ResponseWriter(AnswerWriter):
     def failed(self, problem: Problem) -> dict[str, Any]:
         """The error as an event of OpenAI's, and as its clients raise it."""
         body = problem.body()
-        said = {name: body["error"][name] for name in ("code", "message", "param")}
-        return self._event("error", **said, **body) | {"type": "error"}
+        error = {name: body["error"][name] for name in ("code", "message", "param")}
+        return self._event("error", **error, **body) | {"type": "error"}
 
     def closed(self, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The message ends, with its citations."""
@@ -240,15 +240,15 @@ class ResponseWriter(AnswerWriter):
         entries: list[dict[str, Any]] = []
         if self.fields.logprobs is not False:
             entries = logprobs_of(self.model, piece)
-            for one in entries:
-                for logprob in (one, *one["top_logprobs"]):
+            for entry in entries:
+                for logprob in (entry, *entry["top_logprobs"]):
                     logprob["bytes"] = logprob["bytes"] or []
         return entries
 
     def output(self, result: Result, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The items of the response."""
         thought, result = self.spoken(0, result)
-        said, calls = self.reader.read(result.text)
+        text, calls = self.reader.read(result.text)
         status = "incomplete" if result.finish_reason == "length" else "completed"
         items = [
             {
@@ -261,14 +261,14 @@ class ResponseWriter(AnswerWriter):
             }
             for place, call in enumerate(calls)
         ]
-        if said or not (items or thought):
+        if text or not (items or thought):
             cited = of_response(result, self.fields.cite not in (None, "no"))
-            items.insert(0, self.said(status, [said_text(said, cited, logprobs)]))
+            items.insert(0, self.said(status, [said_text(text, cited, logprobs)]))
         if thought:
             items.insert(0, self.thinking(thought, status if len(items) == 0 else "completed"))
         if self._asked.search is not None:
-            found = sorted(result.sources, key=lambda it: it.number)
-            items.insert(0, self._searched("completed", found))
+            sources = sorted(result.sources, key=lambda source: source.number)
+            items.insert(0, self._searched("completed", sources))
         return items
 
     def _ended_response(
@@ -342,7 +342,7 @@ class ResponseWriter(AnswerWriter):
 
 
 def _best_first(visit: Visit) -> list[Source]:
-    return sorted(visit.askings[0].sources, key=lambda it: it.number)
+    return sorted(visit.askings[0].sources, key=lambda source: source.number)
 
 
 def said_text(

@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from jaxrag.engine.sampling_params import MOST_TOP
 from jaxrag.serve.conversation import conversation_of
-from jaxrag.server.answers.answering import respond, visited
-from jaxrag.server.answers.asking import make_ready
+from jaxrag.server.answers.answering import model_endpoint, respond
 from jaxrag.server.answers.calling import (
     Tools,
     answered,
@@ -121,7 +120,7 @@ class _ResponseFields(Tools, Templated):
     logprobs: Annotated[Any, _undone()] = None
 
 
-@visited("input")
+@model_endpoint("input")
 async def responses(visit: Visit) -> Response:
     """Answer the last message of the input, behind those of a response before it."""
     access, state = visit.call.access, visit.state
@@ -157,8 +156,7 @@ async def responses(visit: Visit) -> Response:
     if calling is not None:
         refuse_knowledge(fields, base)
     writer = ResponseWriter(visit, asked, [*(before.grounds if before else ()), *grounds])
-    make = functools.partial(make_ready, state, access, fields, asked.talk, base)
-    return await respond(visit, fields, [make], writer)
+    return await respond(visit, fields, [asked.talk], writer)
 
 
 def get_response(call: Call) -> dict[str, Any]:
@@ -173,7 +171,7 @@ def list_input_items(call: Call) -> dict[str, Any]:
     if messages[-1]["role"] == "assistant":  # its own answer
         messages = messages[:-1]
     items = [item for place, message in enumerate(messages) for item in input_items(place, message)]
-    return page_of(call, items, lambda it: str(it["id"]), dict)
+    return page_of(call, items, lambda item: str(item["id"]), dict)
 
 
 def delete_response(call: Call) -> dict[str, Any]:
@@ -186,13 +184,13 @@ def delete_response(call: Call) -> dict[str, Any]:
 def _referred(given: Mapping[str, Any]) -> list[str]:
     """Ids of the items that the input refers to. Raises Problem 400."""
     items = given.get("input")
-    found = list[str]()
+    names = list[str]()
     for place, item in enumerate(items[:MOST_TEXTS] if isinstance(items, list) else ()):
         if isinstance(item, dict) and item.get("type") == "item_reference":
             if not isinstance(item.get("id"), str):
                 raise wrong(f"input[{place}].id", item.get("id"), "the id of an item")
-            found.append(item["id"])
-    return found
+            names.append(item["id"])
+    return names
 
 
 def request_of(

@@ -79,8 +79,8 @@ async def scored(
         async with asyncio.timeout(left), state.scoring:
             for place, ids in enumerate(prompts):
                 job = functools.partial(_score, ids=ids, count=max(count, 1))
-                found = await loop.run_in_executor(visit.threads, state.engine.call, job)
-                choices.append(_choice(model, place, ids, found, count, more))
+                scores = await loop.run_in_executor(visit.threads, state.engine.call, job)
+                choices.append(_choice(model, place, ids, scores, count, more))
     except TimeoutError:
         raise DeadlineExceeded(LATE) from None
     visit.saw_tokens()
@@ -125,7 +125,7 @@ def _choice(
     for at, probability in enumerate(chosen.tolist()):
         best = zip(found.top_ids[at, :count].tolist(), found.top[at, :count].tolist(), strict=True)
         pairs = [*best, (int(tokens[at + 1]), probability)]
-        top.append({token_text(model, it): value for it, value in pairs})
+        top.append({token_text(model, pair): value for pair, value in pairs})
     ended = more and int(tokens[-1]) in model.config.eos_ids
     return {
         "index": place,

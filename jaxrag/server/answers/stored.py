@@ -48,7 +48,7 @@ def kept_items(
             if response_id not in rows:
                 rows[response_id] = _kept(state, access, response_id)
             if row := rows[response_id]:
-                items |= {it["id"]: it for it in row.body["response"]["output"]}
+                items |= {item["id"]: item for item in row.body["response"]["output"]}
         if item_id not in items:
             what = f"there is no item {item_id[:80]!r}: its response was {_GONE}; send the item"
             raise not_found(what, "input")

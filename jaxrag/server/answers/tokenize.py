@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.models.model import Model, as_token_ids
+from jaxrag.models.model import as_token_ids
 from jaxrag.serve.ask import Ask, is_ids
 from jaxrag.serve.questions import prepare, resolve
+from jaxrag.server.answers.asking import text_ids
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Named, Talk, wrong
 from jaxrag.server.state.entry import Call
@@ -58,7 +59,7 @@ def _ids(state: ServerState, fields: _Fields) -> list[int]:
         method = next(iter(state.methods.values()))
         settings = resolve(Ask(method=method, max_new_tokens=1, prefix_cache=False), model=model)
         prompt = prepare(settings, fields.conversation()).prompt
-        return [int(it) for it in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
+        return [int(i) for i in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
     text = fields.content if fields.prompt is None else fields.prompt
     if text is None:
         raise invalid("prompt: expected a text, or messages in its place", "prompt")
@@ -68,13 +69,3 @@ def _ids(state: ServerState, fields: _Fields) -> list[int]:
             "prompt",
         )
     return [int(text_id) for text_id in text_ids(model, text, leading=fields.add_special_tokens)]
-
-
-def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:
-    """A text alone as token ids; ``leading``: behind those that the model expects first."""
-    tokenizer = model.text_tokenizer()
-    ids: HostArray = tokenizer.encode(text, special=True)
-    first = tokenizer.leading_ids
-    if leading and not np.array_equal(ids[: len(first)], first):
-        ids = np.concatenate((first, ids))
-    return ids

@@ -38,7 +38,7 @@ def token_text(model: Model, token_id: int) -> str:
     with contextlib.suppress(UnicodeDecodeError):
         if not model.text_tokenizer().is_byte(token_id):
             return spelled.decode()
-    return "bytes:" + "".join(f"\\x{it:02x}" for it in spelled)
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def _bytes_of(model: Model, token_id: int) -> bytes | None:
@@ -56,7 +56,7 @@ def logprobs_of(model: Model, piece: Piece) -> list[dict[str, Any]]:
     pairs = zip(piece.ids, piece.logprobs, strict=True)
     tops = piece.top or [[] for _ in piece.ids]
     return [
-        entry(*pair) | {"top_logprobs": [entry(*it) for it in top]}
+        entry(*pair) | {"top_logprobs": [entry(*likely) for likely in top]}
         for pair, top in zip(pairs, tops, strict=True)
     ]
 
@@ -163,8 +163,8 @@ class AnswerWriter:
             logprobs = [logprob for part in parts for logprob in part.logprobs]
             top = [likeliest for part in parts for likeliest in part.top]
             piece = Piece(result.text, result.token_ids, logprobs, top)
-            text, found = self.message(place, result), self._logprobs(place, piece)
-            choices.append(_choice(place, text, found, self.reason(place, result)))
+            text, shown = self.message(place, result), self._logprobs(place, piece)
+            choices.append(_choice(place, text, shown, self.reason(place, result)))
         return self.event(*choices) | account
 
     def event(self, *choices: dict[str, Any]) -> dict[str, Any]:
@@ -209,10 +209,10 @@ class ChatWriter(AnswerWriter):
         """The events of what is surely a thought, or no call."""
         self._texts[place] += piece.text
         sent = self._sent[place]
-        self._sent[place] = thought, said = self.sure(place, self._texts[place], self.reader)
+        self._sent[place] = thought, speech = self.sure(place, self._texts[place], self.reader)
         if new := thought[len(sent[0]) :]:
             yield self.grown(place, {"reasoning_content": new})
-        new = said[len(sent[1]) :]
+        new = speech[len(sent[1]) :]
         yield from super().piece(place, dataclasses.replace(piece, text=new))
 
     def part(self, text: str | None) -> dict[str, Any]:
@@ -223,10 +223,10 @@ class ChatWriter(AnswerWriter):
         """The message; of one that may call, without content where it is calls alone."""
         thought, result = self.spoken(place, result)
         text, calls = self.reader.read(result.text)
-        said = {"role": "assistant", "content": text or self._empty, "refusal": None}
-        said |= {"reasoning_content": thought} if thought else {}
+        body = {"role": "assistant", "content": text or self._empty, "refusal": None}
+        body |= {"reasoning_content": thought} if thought else {}
         called = {"tool_calls": list(map(shown_call, calls))} if calls else {}
-        return {"message": said | {"annotations": of_chat(result)} | called}
+        return {"message": body | {"annotations": of_chat(result)} | called}
 
     def reason(self, place: int, result: Result) -> str:
         """Why it ended: for the calls, if there are any."""
@@ -239,13 +239,13 @@ class ChatWriter(AnswerWriter):
     ) -> Iterator[dict[str, Any]]:
         """What is left of the text, the calls, citations, and the end."""
         thought, alone = self.spoken(place, result)
-        said, calls = self.reader.read(alone.text)
+        speech, calls = self.reader.read(alone.text)
         sent = self._sent[place]
-        rest = {"reasoning_content": thought[len(sent[0]) :], "content": said[len(sent[1]) :]}
+        rest = {"reasoning_content": thought[len(sent[0]) :], "content": speech[len(sent[1]) :]}
         delta: dict[str, Any] = {name: text for name, text in rest.items() if text}
         if calls:
             delta["tool_calls"] = [{"index": at, **shown_call(it)} for at, it in enumerate(calls)]
-        for grown in (delta, {"annotations": found} if (found := of_chat(alone)) else {}):
+        for grown in (delta, {"annotations": notes} if (notes := of_chat(alone)) else {}):
             if grown:
                 yield self.grown(place, grown)
         yield from super().ended(place, result, account)

@@ -131,8 +131,8 @@ def endpoint(
 
     def respond(call: Call) -> Response:
         """The answer as bytes: to write a long one takes a while, too."""
-        found = answer(call)
-        return found if isinstance(found, Response) else JSONResponse(with_notes(found, call.notes))
+        given = answer(call)
+        return given if isinstance(given, Response) else JSONResponse(with_notes(given, call.notes))
 
     @functools.wraps(answer)
     async def handle(request: Request) -> Response:

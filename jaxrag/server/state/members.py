@@ -120,5 +120,5 @@ def rate_of(report: ReplicaReport | None) -> float | None:
 def link_rates(report: ReplicaReport | None, location: str) -> tuple[float, float]:
     """Bytes a second from the store at a location, and from host memory, as an engine has it."""
     links = () if report is None or report.tiers is None else report.tiers.links
-    known = {it.name: it.rate for it in links if it.rate}
+    known = {link.name: link.rate for link in links if link.rate}
     return max(known.get(location, _BYTES), _FLOOR), max(known.get("host", _BYTES), _FLOOR)

@@ -118,7 +118,7 @@ class Replica:
             status=engine.status(),
             tiers=engine.tiers(),
             compiled=engine.compiled.copy(),
-            turns=engine.turns,
+            iterations=engine.iterations,
             silence=engine.silence,
             where=places,
         )

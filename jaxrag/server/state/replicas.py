@@ -292,7 +292,7 @@ class Replicas(Engine):
 
     # Within the loop
 
-    def _heard(self, sink: Sink) -> Sink:
+    def _client_sink(self, sink: Sink) -> Sink:
         return CommandedSink(sink, self.abort, self.stop)
 
     def _do[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -313,7 +313,7 @@ class Replicas(Engine):
         )
 
     def _made(self, request: Request, sink: Sink) -> SentRequest:
-        sequence = self._entered(request, self._heard(sink))
+        sequence = self._new_sequence(request, self._client_sink(sink))
         private = request.store.private
         return SentRequest(
             number=sequence.number,
@@ -490,7 +490,7 @@ class Replicas(Engine):
             if number in member.sent:
                 member.sent[number].where = where
         reports = self._reports().values()
-        self.turns = sum(it.turns for it in reports)
+        self.iterations = sum(it.iterations for it in reports)
         self.compiled = sum((Counter(it.compiled) for it in reports), Counter[str]())
         if (member.up, member.refused) != was:
             if member.up:

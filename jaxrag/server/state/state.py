@@ -97,7 +97,7 @@ class ServerState:
       library: files and vector stores of the tenants.
       limits: how much is let in.
       bodies: how much of what is sent is held.
-      prepare: threads that retrieve and tokenise, by turns of the tenants.
+      prepare: threads that retrieve and tokenise, shared fairly by the tenants.
       hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
       compiling: how many shapes of requests programs are compiled for, and of how many; None where
@@ -147,10 +147,10 @@ class ServerState:
 
         Raises Problem 401 for one without a known key, and what ``limited_by_proxy`` does.
         """
-        found = self.tenants.access(bearer(request.headers.get("authorization")))
-        if found is None:
+        access = self.tenants.access(bearer(request.headers.get("authorization")))
+        if access is None:
             raise unauthorized("no key that this server knows; send Authorization: Bearer KEY")
-        return limited_by_proxy(found, request, self.settings)
+        return limited_by_proxy(access, request, self.settings)
 
     def readable(self, access: Access) -> list[str]:
         """Names of the knowledge bases that the sender may read, the default first.
@@ -171,9 +171,9 @@ class ServerState:
     def default_method(self, base: KnowledgeBase | None) -> Method:
         """Of a request about a knowledge base, or about none, that names no method."""
         if self.chooses(base):
-            found = default_method(self.model, base)
-            if found.name in self.methods:
-                return found
+            method = default_method(self.model, base)
+            if method.name in self.methods:
+                return method
         return next(iter(self.methods.values()))
 
     @property
@@ -247,10 +247,10 @@ def _template(settings: ServerSettings, model: Model) -> PromptTemplate | None:
     """That of the settings. Raises ConfigError, and TokenizerError where its markers are cut."""
     if settings.template is None:
         return None
-    found = template_named(settings.template)
+    template = template_named(settings.template)
     if model.tokenizer is not None:
-        found.check_markers(model.tokenizer)
-    return found
+        template.check_markers(model.tokenizer)
+    return template
 
 
 def _prepare_threads(settings: ServerSettings) -> FairThreads:

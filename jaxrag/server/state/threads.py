@@ -11,14 +11,14 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class FairThreads:
-    """So many threads; their next job is of the tenant that waited longest for a turn."""
+    """So many threads; their next job is of the tenant that waited longest."""
 
     def __init__(self, count: int, name: str, most: int | None = None) -> None:
         """``name`` begins those of the threads; ``most``: that one tenant may hold at once."""
         self._pool = ThreadPoolExecutor(count, name)
         self._free, self._most = count, count if most is None else max(most, 1)
         self._lock = threading.Lock()  # of what follows, and of the number that are free
-        self._waiting: dict[str, deque[_Job]] = {}  # by tenant; whose turn it is comes first
+        self._waiting: dict[str, deque[_Job]] = {}  # by tenant; who is next comes first
         self._running = Counter[str]()
 
     def of(self, tenant: str) -> Executor:
@@ -26,7 +26,7 @@ class FairThreads:
         return _Share(self, tenant)
 
     def submit(self, tenant: str, job: Callable[[], Any]) -> Future[Any]:
-        """Have a job of a tenant done; one that is cancelled before its turn is not begun."""
+        """Have a job of a tenant done; one that is cancelled while it waits is not begun."""
         future: Future[Any] = Future()
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append((future, job))
@@ -53,8 +53,8 @@ class FairThreads:
             self._pool.submit(self._run, tenant, future, job)
 
     def _next(self) -> str | None:
-        """Whose turn it is; None where nobody may have one now."""
-        return next((it for it in self._waiting if self._running[it] < self._most), None)
+        """Who is next; None where nobody may have one now."""
+        return next((name for name in self._waiting if self._running[name] < self._most), None)
 
     def _run(self, tenant: str, future: Future[Any], job: Callable[[], Any]) -> None:
         try:

@@ -9,9 +9,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from jaxrag.library.documents import BadDocument, Document, read_paths
-from jaxrag.library.documents.readers import _NEEDS
+from jaxrag.library.documents.readers import READERS
 
 ROOT = Path(__file__).parents[3]
+NEEDS = {suffix: reader.needs for suffix, reader in READERS.items() if reader.needs}
 INSTALL = "`pip install docutils openpyxl orgparse pypdfium2 python-docx python-pptx`"
 
 
@@ -23,7 +24,7 @@ def _without_extra(tmp_path_factory):
             return folder
         made = tmp_path_factory.mktemp("site")
         for entry in Path(folder).iterdir():
-            if entry.name not in _NEEDS.values():
+            if entry.name not in NEEDS.values():
                 (made / entry.name).symlink_to(entry)
         return str(made)
 
@@ -44,19 +45,19 @@ def test_a_file_without_its_reader_is_refused_alone(tmp_path, tmp_path_factory, 
     assert org.reason.startswith("orgparse is not installed; ")
 
 
-@pytest.mark.parametrize("suffix", _NEEDS)
+@pytest.mark.parametrize("suffix", NEEDS)
 def test_the_refusal_names_package_and_extra(suffix, read, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, _NEEDS[suffix], None)
+    monkeypatch.setitem(sys.modules, NEEDS[suffix], None)
     path = tmp_path / f"wells{suffix}"
     path.write_bytes(b"any")
     good, [bad] = read(path)
     assert not good
-    assert bad.reason == f"{_NEEDS[suffix]} is not installed; {INSTALL} does it"
+    assert bad.reason == f"{NEEDS[suffix]} is not installed; {INSTALL} does it"
 
 
 def test_the_extra_is_what_the_readers_need():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extra = {Requirement(line).name for line in project["optional-dependencies"]["documents"]}
     bring = importlib.metadata.packages_distributions()
-    assert {name for package in _NEEDS.values() for name in bring[package]} == extra
+    assert {name for package in NEEDS.values() for name in bring[package]} == extra
     assert not extra & {Requirement(line).name for line in project["dependencies"]}

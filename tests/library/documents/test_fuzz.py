@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxrag.base.errors import JaxragError
 from jaxrag.library.documents import BadDocument, Document, Intake, Shard, read_paths
 from jaxrag.library.documents.chunking import Chunking, split
-from jaxrag.library.documents.readers import _READERS
+from jaxrag.library.documents.readers import READERS
 
 FUZZ = settings(
     max_examples=60,
@@ -146,7 +146,7 @@ NAMES = st.one_of(
 )  # fmt: skip
 
 
-FILES = st.tuples(NAMES, st.sampled_from(list(_READERS)), st.binary(max_size=20))
+FILES = st.tuples(NAMES, st.sampled_from(list(READERS)), st.binary(max_size=20))
 
 
 @FUZZ

@@ -73,7 +73,7 @@ class Asked:
 def asked(monkeypatch, model):
     """All that is asked of the engine, and every name of KV that is made of tokens."""
     found = Asked(model.tokenizer)
-    entered, key = Engine._entered, ChunkEncoding.key
+    entered, key = Engine._new_sequence, ChunkEncoding.key
 
     def entering(self, request, sink):
         found.request(request)
@@ -84,7 +84,7 @@ def asked(monkeypatch, model):
         found.key(name, ids, neighbours)
         return name
 
-    monkeypatch.setattr(Engine, "_entered", entering)
+    monkeypatch.setattr(Engine, "_new_sequence", entering)
     monkeypatch.setattr(ChunkEncoding, "key", naming)
     return found
 
@@ -468,11 +468,11 @@ def test_a_question_that_waits_or_is_answered_is_asked_anew(make_kb, asked, monk
     class Leaving(answers.Growing):
         """Lets the document leave as the first question is answered."""
 
-        def sink(self, progress):
+        def on_progress(self, progress):
             if progress.outcome is not None and when == "is answered" and not left:
                 left.append(self._question)
                 without_a_model(kb)
-            return super().sink(progress)
+            return super().on_progress(progress)
 
     monkeypatch.setattr(answers, "Growing", Leaving)
     questions = ["amber fjord", "cedar birch", "ember grove"]

@@ -62,7 +62,7 @@ def run(kb, vectors):
     """``run(documents, shard=None)`` with vectors that are watched."""
     encoding = kb._encoding(kb.model)
     preparer = Preparer(encoding, kb.template, kb.chunking, kb.encoders, kb._catalog)
-    return lambda documents, shard=(0, 1): Ingest(preparer, vectors).run(
+    return lambda documents, shard=(0, 1): Ingest(preparer, vectors).add_documents(
         Intake(documents, Shard(*shard)), False
     )
 
@@ -82,13 +82,13 @@ def test_documents_are_read_as_they_are_needed(kb, monkeypatch):
     monkeypatch.setattr(prepare, "_AHEAD_CHARACTERS", 1000)
     read, most_ahead = 0, 0
     done = []
-    take = ingest._Pipeline.take
+    count = Ingest._count_batch
 
-    def watched(self, batch, intake):
+    def watched(self, batch):
         done.extend(batch)
-        take(self, batch, intake)
+        count(self, batch)
 
-    monkeypatch.setattr(ingest._Pipeline, "take", watched)
+    monkeypatch.setattr(Ingest, "_count_batch", watched)
 
     def stream():
         nonlocal read, most_ahead

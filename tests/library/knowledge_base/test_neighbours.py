@@ -412,7 +412,7 @@ def test_a_document_behind_which_a_given_one_stands_is_asked_for_anew_once_it_le
     assert ready.is_current and ready.content_ids
     kb.remove(["a"])
     assert not ready.is_current
-    assert ready.again().is_current
+    assert ready.prepare_again().is_current
 
 
 def test_both_kinds_and_plain_variants_live_side_by_side(make_kb, embedder):

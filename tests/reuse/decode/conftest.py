@@ -14,7 +14,7 @@ from jaxrag.engine import steps
 from jaxrag.engine.decoding import start_decoding
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import batch_tables
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import table_width
 from jaxrag.models.decoder import unembed
@@ -82,7 +82,7 @@ def _next_logits(model, method, prompts, rule, given):
 
     def alone(prompt, tokens):
         look = functools.partial(_rule_logits, given=tokens)
-        return prefilled(engine, [Request(prompt, engine.memory, method, room)], look)
+        return inspect_prompts(engine, [Request(prompt, engine.memory, method, room)], look)
 
     return np.concatenate([alone(*it) for it in zip(prompts, given, strict=True)])
 
@@ -102,9 +102,9 @@ def _rule_logits(runner, state, there, given):
         at = (token, state.next_position + step, state.next_slot + step)
         new = Step(*(jnp.full((1, 1), x, jnp.int32) for x in at))
         if decoding is None:
-            hidden, table = runner.cache.run(_dense, decoder, table, new)
+            hidden, table = runner.cache.update(_dense, decoder, table, new)
         else:
-            hidden, table, decoding = runner.cache.run(
+            hidden, table, decoding = runner.cache.update(
                 _by_rule, decoder, table, decoding, new, plan
             )
         out.append(np.asarray(unembed(runner.model.params, runner.model.config, hidden[0, 0])))

@@ -13,7 +13,7 @@ from refusal import refused
 from jaxrag import generate
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Request
 from jaxrag.kv.cache import ChunkAttention, ChunkPages, PagePool, PageTable
 from jaxrag.kv.placement import KVPlacement
@@ -123,7 +123,7 @@ def store(model, request):
 
 def logits_of(model, request):
     """[V] after the prompt."""
-    [found] = prefilled(
+    [found] = inspect_prompts(
         engine_of(model), [request], lambda runner, state, there: np.asarray(there.logits)[0]
     )
     return found

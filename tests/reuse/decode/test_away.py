@@ -15,7 +15,7 @@ from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import start_decoding
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.placement import AWAY, KVPlacement
@@ -245,7 +245,7 @@ def test_bytes_are_those_of_the_formula(pair, ids, kv):
 
         tokens = prompt.num_tokens + room
         assert tokens % PAGE == 0
-        [(device, host)] = prefilled(engine_of(model), [request], allocated)
+        [(device, host)] = inspect_prompts(engine_of(model), [request], allocated)
         said = rule.bytes(config, tokens, KVPlacement(kv))
         assert device == said.device, name
         kept = tokens * (config.kv_bytes_per_token + 8) if kv == "host" else 0

@@ -17,7 +17,7 @@ from decode_rules import counted
 from index import HEADS, exact_rows, index_of, of_blocks, quality
 
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import load_model
 from jaxrag.reuse.attention_index import (
@@ -155,7 +155,7 @@ def test_law_14_on_shipped_weights(village, name, most_scanned):
     prompt = Prompt(ids[:0], (), ids)
     request = Request(prompt, engine_of(model).memory, method, STEPS + 1)
 
-    [told] = prefilled(engine_of(model), [request], functools.partial(counted, steps=STEPS))
+    [told] = inspect_prompts(engine_of(model), [request], functools.partial(counted, steps=STEPS))
     assert len(told["blocks"]) == STEPS // 32
     assert min(block["recall"] for block in told["blocks"]) >= LEAST
     if most_scanned < 1:
@@ -237,7 +237,7 @@ def test_law_14_over_an_answer_that_the_model_gives(long_model, name):
     )
     request = Request(Prompt(ids[:0], (), ids), engine_of(long_model).memory, method, 65)
 
-    [told] = prefilled(engine_of(long_model), [request], functools.partial(counted, steps=64))
+    [told] = inspect_prompts(engine_of(long_model), [request], functools.partial(counted, steps=64))
     assert min(block["recall"] for block in told["blocks"]) >= OF_ANSWERS
     scanned = any(note.startswith("exact: some query heads") for note in told["notes"])
     assert scanned == (name == "lists")

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -73,7 +73,7 @@ class Llama:
 
 def logits_of(model, request):
     """[V] after the prompt."""
-    [found] = prefilled(
+    [found] = inspect_prompts(
         engine_of(model), [request], lambda runner, state, there: np.asarray(there.logits)[0]
     )
     return found

@@ -51,7 +51,7 @@ def test_the_next_token_is_that_of_the_papers_equations(model, answers, name):
     method, _ = ASKED[name]
     prompt = Prompt(PREFIX, CHUNKS, FINAL, neighbours=NEAR)
     store = MemoryStore(model.fingerprint, model.kv_layout)
-    primer = PRIMER if method.reads_primed else None
+    primer = PRIMER if method.sees_primer else None
     found = logits_of(model, Request(prompt, store, method, 4, primer=primer))
     apart = {other: kl(logits, found) for other, logits in answers.items()}
     assert abs(apart.pop(name)) <= 1e-8

@@ -8,7 +8,7 @@ import pytest
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import FINAL, Partial, Tokens
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.store import MemoryStore
 from jaxrag.models.decoder import forward
@@ -215,7 +215,7 @@ def test_the_pool_takes_chunks_behind_their_neighbours_from_the_store(rng, model
         def look(runner, state, there):
             return [part.origin for part in state.parts[1:]]
 
-        [origins] = prefilled(engine_of(model), [request], look)
+        [origins] = inspect_prompts(engine_of(model), [request], look)
         return origins
 
     first = found((chunk, one), ((one, two), ()))

@@ -11,7 +11,7 @@ from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.installed import config_names
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import sequence_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.models.model import random_model
@@ -122,11 +122,10 @@ def test_law_19_no_token_after_the_encoder_sees_the_primer(model, parts, store):
     )
     wanted = {one.key("primed", it): ChunkInContext(it) for it in chunks}
     for made in one.encode("primed", wanted):
-        made.put(store.put)
+        store.put(**made.for_store())
         key = other.key("primed", made.chunk.ids)
-        dataclasses.replace(made, key=key, record=other.provenance("primed", made.chunk)).put(
-            store.put
-        )
+        record = other.provenance("primed", made.chunk)
+        store.put(**dataclasses.replace(made, key=key, record=record).for_store())
     for it in (one, other):
         found.append(logits_of(model, Request(prompt, store, FUSION, 4, primer=it.primer)))
     np.testing.assert_array_equal(*found)
@@ -154,7 +153,7 @@ def test_a_miss_says_under_which_encoders_the_store_has_it(model, parts, store):
     for own, said in ((primer, "under primed"), (None, "not in the store")):
         engine_of(model).forget()
         request = Request(prompt, store, METHODS["full_reuse"], 4, primer=own)
-        [why] = prefilled(
+        [why] = inspect_prompts(
             engine_of(model), [request], lambda runner, state, there: state.parts[1].origin.why
         )
         assert said in why

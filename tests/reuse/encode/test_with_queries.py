@@ -8,7 +8,7 @@ from refusal import refused
 
 from jaxrag.base.errors import RequestError
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import random_model
 from jaxrag.reuse.attention_index import QueryLists
@@ -45,7 +45,7 @@ def queries_of(model, prefix, chunk):
     def seen(runner, state, there):
         return np.asarray(there.bank.queries), np.asarray(there.bank.positions)
 
-    [(queries, positions)] = prefilled(engine_of(model), [request], seen)
+    [(queries, positions)] = inspect_prompts(engine_of(model), [request], seen)
     assert positions[0, len(chunk) - 1] == len(prompt.final) - 1
     return queries[:, 0, : len(chunk)].swapaxes(1, 2)
 

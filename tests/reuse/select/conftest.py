@@ -12,7 +12,7 @@ from jaxrag.base.shapes import bucket
 from jaxrag.base.types import FINAL, Tokens
 from jaxrag.engine import prefill_queue
 from jaxrag.engine.engine import Engine, engine_of
-from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.prompt_inspection import inspect_prompts
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.models.decoder import forward
@@ -80,7 +80,7 @@ class Work:
         def seen(runner, state, there):
             return copy.copy(state), np.asarray(there.logits)[0]
 
-        return prefilled(engine, requests, seen)
+        return inspect_prompts(engine, requests, seen)
 
     @staticmethod
     @contextlib.contextmanager

@@ -144,7 +144,7 @@ def arms_of(options: NearOptions) -> dict[str, Method]:
             }
         for name, variant in variants.items():
             arms = [(name, variant)]
-            if variant.reads_primed and variant.primer is None:
+            if variant.sees_primer and variant.primer is None:
                 arms = [
                     (f"{name} {primer.name}", dataclasses.replace(variant, primer=it))
                     for it in options.primers

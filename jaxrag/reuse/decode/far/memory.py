@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray
-from jaxrag.reuse.attention_index import turned
+from jaxrag.reuse.attention_index import rotated_unscaled
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module, halves
 from jaxrag.reuse.decode.far.layer import HostLayer
 
@@ -119,7 +119,7 @@ class HostMemory:
         offsets = np.concatenate([self.offsets, np.asarray(more, self.offsets.dtype)])
         heads = (q * np.float32(self.config.score_scale))[..., None, :]
         heads = np.repeat(heads, len(offsets), axis=-2)
-        heads = turned(heads, position - offsets, self.config.rope)
+        heads = rotated_unscaled(heads, position - offsets, self.config.rope)
         return np.ascontiguousarray(np.moveaxis(heads, -2, 0))
 
     def keys(self, head: int, rows: slice | HostArray) -> HostArray:
@@ -136,7 +136,7 @@ class HostMemory:
         which = self.layer.offsets[positions]
         for offset in self.offsets[self.offsets != 0]:
             there = np.flatnonzero(which == offset)
-            some = turned(keys[there][:, None], offset[None], self.config.rope)
+            some = rotated_unscaled(keys[there][:, None], offset[None], self.config.rope)
             keys[there] = some[:, 0]
         return keys
 

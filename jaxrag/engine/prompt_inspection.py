@@ -31,7 +31,7 @@ class _Client:
         self.found = result_of(lambda: self._look(*arguments))
 
 
-def prefilled[Result](
+def inspect_prompts[Result](
     engine: Engine,
     requests: abc.Sequence[Request],
     look: Callable[[ModelRunner, Sequence, Prefilled], Result],
@@ -59,8 +59,8 @@ def prefilled[Result](
     finally:
         for number in numbers:
             engine.abort(number)
-    found = [client.found for client in clients]
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
+    results = [client.found for client in clients]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

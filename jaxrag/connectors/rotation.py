@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from jaxrag.base.config import RopeConfig
 from jaxrag.base.rotary import attention_factor, frequencies
 
-_ROWS = 256  # tokens turned at a time, so that they stay in the processor's cache
+_ROWS = 256  # tokens rotated at a time, so that they stay in the processor's cache
 
 
 @functools.cache
@@ -38,13 +38,15 @@ def place(keys: NDArray[Any], table: NDArray[np.float32], rope: RopeConfig) -> N
     for start in range(0, keys.shape[1], _ROWS):
         block = keys[:, start : start + _ROWS, :, :dim]
         cos, sin = table[:, start : start + _ROWS, None]
-        turns = np.empty((2, *block.shape[1:]), np.float32)  # for all heads: no short inner loops
-        turns[0][..., one] = turns[0][..., other] = cos
-        turns[1][..., one], turns[1][..., other] = -sin, sin
+        rotations = np.empty(
+            (2, *block.shape[1:]), np.float32
+        )  # for all heads: no short inner loops
+        rotations[0][..., one] = rotations[0][..., other] = cos
+        rotations[1][..., one], rotations[1][..., other] = -sin, sin
         for rows in block:
             kept = rows.astype(np.float32)
             moved = np.empty_like(kept)
             moved[..., one], moved[..., other] = kept[..., other], kept[..., one]
-            kept *= turns[0]
-            moved *= turns[1]
+            kept *= rotations[0]
+            moved *= rotations[1]
             rows[...] = np.add(kept, moved, out=kept)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-from jaxrag.connectors.turn import place, rope_table
+from jaxrag.connectors.rotation import place, rope_table
 from jaxrag.models import rope as models
 
 PLAIN = RopeConfig(theta=10000.0, rotary_dim=16, interleaved=False, scaling=None)
