@@ -14,7 +14,7 @@ from jaxrag.cli import main
 ROOT = Path(__file__).parents[1]
 MOST = {
     "rooms": 18,
-    "arrows between rooms": 87,
+    "arrows between rooms": 86,
     "floors of files, jaxrag": 39,
     "floors within a room": 11,
     "type names with two homes": 0,
@@ -22,9 +22,9 @@ MOST = {
     "long signatures, jaxrag": 7,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 67_290,
-    "code lines, tests": 61_130,
-    "code lines, benchmarks": 6_995,
+    "code lines": 65_780,
+    "code lines, tests": 60_820,
+    "code lines, benchmarks": 6_990,
     "benchmark scripts beside the GPU's": 27,
     "fields of one request": 64,
     "objects of one request": 5,
