@@ -104,7 +104,7 @@ class Guard:
         if name.split(".")[0] not in allowed:
             raise ImportError(f"{name} is not installed beside an engine")
 sys.meta_path.insert(0, Guard())
-for name in ("fetch", "manifest", "plan", "settings", "turn", "prompt_log"):
+for name in ("fetch", "manifest", "plan", "settings", "rotation", "prompt_log"):
     importlib.import_module(f"jaxrag.connectors.{name}")
 """
     project = (ROOT / "connectors" / "pyproject.toml").read_text()
