@@ -32,9 +32,10 @@ LEGEND = """\
 *held*: every check has its whole 95 % interval on the claimed side; *held in part*: some have;
 *not held*: on the other side; *inconclusive*: the interval holds the limit. The number of questions
 is in brackets. *Gold* is the log-probability of the right answer minus full attention's, in nats.
-A difference of two results is judged as if they were of different questions, which is cautious.
+A difference of two results is judged as if their questions differed, which is cautious.
 Limits are ours: a gold of -.5 is a right answer 39 % less likely.
 """
+PLACES = {"gold_minus_full": 2, "first_over_own": 1}  # of decimals that a table shows
 LISTS = ("rows", "methods", "cells")  # of a result: those whose entries name their method
 
 
@@ -151,9 +152,9 @@ def asked(file: str) -> int:
     return int(found.get("prompts") or found["questions"])
 
 
-def shown(value: float, low: float, high: float) -> str:
+def shown(value: float, low: float, high: float, places: int = 3) -> str:
     """A number with its interval."""
-    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{value:.{places}f} [{low:.{places}f}, {high:.{places}f}]"
 
 
 def judged(check: Check) -> tuple[str, str]:
@@ -189,7 +190,7 @@ def verdict(each: Sequence[str]) -> str:
 def methods_table(board: Leaderboard) -> str:
     """KL of every method on all prompts."""
     head = [f"{it.on} ({asked(it.files[0])})" for it in board.columns]
-    rows = [["method", *head, "first token / full", "KiB a token"]]
+    rows = [["method", *head, "KiB a token"]]
     for name, method in board.rows.items():
         cells = [
             next((shown(*number(file, method, "kl")) for file in column.files
@@ -198,8 +199,7 @@ def methods_table(board: Leaderboard) -> str:
         ]  # fmt: skip
         first = next(file for file in board.columns[0].files if has(file, method))
         row = next(entry for entry in entries(first) if entry["method"] == method)
-        cost = [f"{row['ttft_over_full']['value']:.2f}", f"{row['bytes_per_token'] / 1024:.0f}"]
-        rows.append([name, *cells, *cost])
+        rows.append([name, *cells, f"{row['bytes_per_token'] / 1024:.0f}"])
     names = dict.fromkeys(file for column in board.columns for file in column.files)
     return f"{markdown_rows(rows)}\n\nFrom {links(names)}.\n"
 
@@ -210,7 +210,7 @@ def cell(column: DataSet, entry: Mapping[str, Any], measure: str) -> str:
     if measure in entry["scores"]:
         return percent(entry["scores"][measure][group or "all"])
     found = (entry["by_group"][group] if group else entry)[measure]
-    return shown(found["value"], found["low"], found["high"])
+    return shown(found["value"], found["low"], found["high"], PLACES.get(measure, 3))
 
 
 def quality_table(table: QualityTable, measure: str) -> str:
