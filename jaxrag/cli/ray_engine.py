@@ -149,7 +149,7 @@ class RayEngine:
 
 
 class RayRank:
-    """Any process of a replica but the first: makes the turns of its engine, until that ends."""
+    """Any process of a replica but the first: makes its iterations, until its engine ends."""
 
     def follow(self, settings: "ServerSettings", coordinator: str, count: int, rank: int) -> None:
         """Follow as process ``rank`` of ``count``.

@@ -38,9 +38,8 @@ def place(keys: NDArray[Any], table: NDArray[np.float32], rope: RopeConfig) -> N
     for start in range(0, keys.shape[1], _ROWS):
         block = keys[:, start : start + _ROWS, :, :dim]
         cos, sin = table[:, start : start + _ROWS, None]
-        rotations = np.empty(
-            (2, *block.shape[1:]), np.float32
-        )  # for all heads: no short inner loops
+        shape = (2, *block.shape[1:])  # for all heads: no short inner loops
+        rotations = np.empty(shape, np.float32)
         rotations[0][..., one] = rotations[0][..., other] = cos
         rotations[1][..., one], rotations[1][..., other] = -sin, sin
         for rows in block:

@@ -236,7 +236,7 @@ class Engine:
 
     @property
     def looked(self) -> float | None:
-        """When its thread last turned its loop, by its clock; None before the first request."""
+        """When its thread last came on, by its clock; None before the first request."""
         return self._mail.looked
 
     @property

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import logging
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,8 +56,6 @@ from jaxrag.models.text.prompts import (
     template_named,
 )
 from jaxrag.models.text.tokenizer import Tokenizer, check_vocab
-
-_LOG = logging.getLogger("jaxrag")
 
 _KEPT_ROPE = 8192  # positions of a table that is small beside what host memory frees
 

@@ -106,14 +106,19 @@ class Guard:
 sys.meta_path.insert(0, Guard())
 for name in ("fetch", "manifest", "plan", "settings", "rotation", "prompt_log"):
     importlib.import_module(f"jaxrag.connectors.{name}")
+print(json.dumps([it.__file__ for name, it in sys.modules.items() if name.startswith("jaxrag")]))
 """
-    project = (ROOT / "connectors" / "pyproject.toml").read_text()
-    names = [it.partition(">")[0] for it in tomllib.loads(project)["project"]["dependencies"]]
+    project = tomllib.loads((ROOT / "connectors" / "pyproject.toml").read_text())
+    names = [it.partition(">")[0] for it in project["project"]["dependencies"]]
     roots = [name.replace("-", "_") for name in names]
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    files = [(ROOT / "connectors" / name).resolve(strict=True) for name in wheel]
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(roots)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    loaded = map(Path, json.loads(done.stdout))
+    assert [it for it in loaded if not any(it.is_relative_to(file) for file in files)] == []
 
 
 def test_it_stays_small():

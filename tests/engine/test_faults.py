@@ -187,7 +187,7 @@ def test_who_is_stopped_while_it_begins_again_is_aborted(engine_on, asked, alone
 
     def sink(progress):
         client(progress)
-        if len(client.ids[progress.number]) == 1:  # both are done before the next turn of the loop
+        if len(client.ids[progress.number]) == 1:  # both are done before the next iteration
             engine._mail.post(lambda: engine._running_core.forget())
             engine.stop(progress.number)
 

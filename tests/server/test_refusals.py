@@ -9,7 +9,6 @@ from jaxrag.models.model import load_model
 
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 ELSEWHERE = {"several processes give no answers of a form"}  # asks for more than one process
-ASKED = [{"role": "user", "content": "Is it warm?"}]
 TOOL = {"type": "function", "function": {"name": "clock"}}
 SEARCH = {"type": "file_search", "vector_store_ids": ["village"]}
 FORM = {"type": "json_object"}

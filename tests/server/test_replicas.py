@@ -310,17 +310,6 @@ def refusal(done):
     return line
 
 
-@contextlib.contextmanager
-def moved(folder):
-    """A folder is not there within the block."""
-    away = folder.with_name("away")
-    folder.rename(away)
-    try:
-        yield
-    finally:
-        away.rename(folder)
-
-
 @pytest.mark.slow
 def test_replicas_have_the_whole_surface_of_one_engine(chat_model_dir, tmp_path):
     """Uploads, forms, documents, scores and tenants, where engines are other processes."""

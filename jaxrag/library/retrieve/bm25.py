@@ -223,8 +223,10 @@ class BM25Index:
         )
         clearing, made = self.packed.clearing(), {}
         for term, text in rows:
-            numbers = np.fromstring(text or "", np.int64, sep=" ")  # ends before what is none
-            loose = numbers[: len(numbers) // 3 * 3].reshape(-1, 3)
+            try:
+                loose = np.fromstring(text or "", np.int64, sep=" ").reshape(-1, 3)
+            except ValueError:  # something is no number
+                raise self._damaged(term) from None
             if clearing:
                 loose = loose[~self.packed.holds(loose[:, 0])]
             own = heads.get(term, [])

@@ -433,9 +433,8 @@ class Asking:
             if progress.outcome is not None:
                 self.moments |= progress.outcome.moments
             before = self._growing.ended
-            if (
-                self._growing.on_progress(progress) and not before and not self._over
-            ):  # a stop string
+            whole = self._growing.on_progress(progress)
+            if whole and not before and not self._over:  # a stop string
                 self._state.engine.stop(progress.number)
         except Exception as error:  # whoever waits sees it, and the event loop does not
             self.fail(error)

@@ -125,7 +125,7 @@ def _choice(
     for at, probability in enumerate(chosen.tolist()):
         best = zip(found.top_ids[at, :count].tolist(), found.top[at, :count].tolist(), strict=True)
         pairs = [*best, (int(tokens[at + 1]), probability)]
-        top.append({token_text(model, pair): value for pair, value in pairs})
+        top.append({token_text(model, token_id): value for token_id, value in pairs})
     ended = more and int(tokens[-1]) in model.config.eos_ids
     return {
         "index": place,

@@ -21,7 +21,7 @@ from jaxrag.server.errors import Problem, head_too_large, invalid, too_slow
 from jaxrag.server.http.logs import note
 from jaxrag.server.settings import ServerSettings
 
-ACCEPTS = 8  # connections that are accepted in one turn of the event loop
+ACCEPTS = 8  # connections that are accepted in one iteration of the event loop
 BACKLOG = 2048  # those that the kernel accepts meanwhile
 
 _LEAST = 8  # connections with which a server can serve

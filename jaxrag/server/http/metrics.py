@@ -166,13 +166,13 @@ class _Now(Collector):
         yield _gauge("ready", "1 while requests are taken.", float(state.phase == "ready"))
         yield _gauge("http_requests", "Requests to the model that were let in and have not ended.",
                      state.limits.running)  # fmt: skip
-        yield _gauge("engine_silence_seconds", "For which the engine's thread has been at one turn "
-                     "of its loop; 0 while it waits.", engine.silence)  # fmt: skip
+        yield _gauge("engine_silence_seconds", "For which the engine's thread has been at one "
+                     "iteration; 0 while it waits.", engine.silence)  # fmt: skip
         yield _gauge("engine_compiling", "1 while the engine's thread compiles, or waits for it.",
                      float(engine.compiles))  # fmt: skip
         if (looked := engine.looked) is not None:
             ago = max(time.monotonic() - looked, 0.0)
-            yield _gauge("last_step_timestamp_seconds", "When the engine's loop last turned, in "
+            yield _gauge("last_step_timestamp_seconds", "When the engine's thread last came on, in "
                          "seconds since 1970.", time.time() - ago)  # fmt: skip
         compiled = metrics.compilations()
         yield _counter("compilations", "Programs that the engine's thread compiled, or read from "
@@ -245,7 +245,7 @@ def _of_tiers(tiers: Tiers, names: dict[str, str]) -> Iterator[Metric]:
     yield loads
     yield _gauges("link_bytes_in_flight", "Of chunk KV that is being read.", "link", flight)
     yield _gauges("link_rate_bytes_per_second", "At which it was read of late.", "link", rates)
-    yield _gauges("link_queued", "Reads that wait for their turn.", "link", queued)
+    yield _gauges("link_queued", "Reads that wait to begin.", "link", queued)
     yield _gauges("link_open", "1 while a link is not used, as it failed.", "link", opened)
     yield _counter("link_bytes", "Of chunk KV that were read.", "link", carried)
 

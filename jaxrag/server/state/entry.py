@@ -152,7 +152,7 @@ def with_notes(answer: Mapping[str, Any], notes: Sequence[str]) -> Mapping[str, 
 
 
 def is_stuck(state: ServerState) -> bool:
-    """Has the engine's thread been at one turn of its loop for longer than it may?
+    """Has the engine's thread been at one iteration for longer than it may?
 
     Not while the server starts, when it compiles. A thread that waits, such as for storage, is not
     stuck: it hears whoever calls.

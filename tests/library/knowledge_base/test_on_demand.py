@@ -1,7 +1,6 @@
 """Documents that are added without KV: found at once, encoded by the first question."""
 
 import time
-from pathlib import Path
 
 from refusal import refused
 
@@ -11,8 +10,6 @@ from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.serve.generate import generate
 
-ROOT = Path(__file__).parents[3]
-SHIPPED = ROOT / "checkpoints/synthetic-0.8m/dual"
 DOCUMENTS = [Document(name, f"{name} is a stone") for name in ("basalt", "gneiss", "schist")]
 
 

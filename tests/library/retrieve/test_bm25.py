@@ -163,6 +163,8 @@ def test_terms_tell_of_their_postings_after_every_change(index):
         "UPDATE postings SET count = 9 WHERE term = 'lamp' AND chunk_id = 2",
         "UPDATE postings SET chunk_id = 7 WHERE term = 'lamp' AND chunk_id = 2",
         "UPDATE postings SET count = 3 - count WHERE term = 'lamp'",
+        "UPDATE postings SET count = 'x' WHERE term = 'lamp' AND chunk_id = 2",
+        "UPDATE postings SET count = 1.5 WHERE term = 'lamp' AND chunk_id = 2",
         "UPDATE terms SET holders = holders + 1 WHERE term = 'lamp'",
         "DELETE FROM terms WHERE term = 'lamp'",
         "DELETE FROM postings WHERE term = 'lamp'",

@@ -15,7 +15,6 @@ from jaxrag.library.retrieve.retrievers import by_vectors, fuse, fused, reranked
 
 WORDS = ["lamp", "sea", "oil", "rain"]
 TEXTS = {1: "lamp oil", 2: "sea rain", 3: "lamp lamp sea", 4: "rain"}
-YEARS = {1: 2019, 2: 2020, 3: 2020, 4: 2021}
 
 
 def vectors(*texts):

@@ -13,7 +13,7 @@ from jaxrag.cli import main
 from jaxrag.engine.engine import engine_of
 from jaxrag.kv.store import MemoryStore
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.evals.gate import compare, gate, prepared_questions
+from jaxrag.measure.evals.gate import gate, measure, prepared_questions
 from jaxrag.measure.evals.options import GateOptions, PrimeOptions, Target
 from jaxrag.measure.evals.primers import UNPRIMED, PrimeRow, choice, prime, primers_of
 from jaxrag.reuse.encode import Primer, primer_named
@@ -108,8 +108,9 @@ def measured(kb, questions, method):
     both = [METHODS["full_attention"], method]
     settings = [resolve(dataclasses.replace(ask, method=it), kb=kb) for it in both]
     prepared = [prepared_questions(one, questions) for one in settings]
-    [found], tokens = compare(settings, prepared, Target(), 8)
-    return found.kl, found.agreement.value, tokens
+    report = measure(settings, prepared, GateOptions(method))
+    [found] = report.measured
+    return found.kl, found.agreement.value, report.answer_tokens
 
 
 def test_a_candidate_is_measured_as_the_gate_measures_what_is_stored(opened, questions, weir):
