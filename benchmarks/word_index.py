@@ -29,6 +29,7 @@ from jaxrag.cli import run_command
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.lance_rows import lancedb_and_arrow
+from jaxrag.library.retrieve.packing import Packing
 from jaxrag.library.retrieve.terms import terms
 from jaxrag.measure.machine import describe
 
@@ -48,6 +49,7 @@ class Ours:
             self.connection.execute(f"PRAGMA {pragma}").fetchall()
         self.index = BM25Index(self.connection)
         self.count = 0
+        self.texts = dict[int, str]()
 
     def create(self) -> None:
         """Make it, empty."""
@@ -59,15 +61,22 @@ class Ours:
         with self.connection:
             self.index.add(texts, self.count)
         self.count += len(texts)
+        self.texts |= texts
 
     def remove(self, texts: Mapping[int, str]) -> None:
         """Forget chunks, given their texts."""
         with self.connection:
             self.index.remove(texts)
         self.count -= len(texts)
+        self.texts = {at: text for at, text in self.texts.items() if at not in texts}
 
     def settle(self) -> None:
-        """Nothing: every change is whole when it returns."""
+        """Pack it, as a knowledge base does beside its work; every change is whole before, too."""
+        packing = Packing(self.index, self.count)
+        more = True
+        while more:
+            with self.connection:
+                more = packing.step(lambda ids: {at: self.texts[at] for at in ids})
 
     def search(self, question: str) -> Hits:
         """The best K of all chunks."""
