@@ -28,6 +28,7 @@ from scale import Texts
 from jaxrag.cli import run_command
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.retrieve.bm25 import BM25Index
+from jaxrag.library.retrieve.joining import Joining
 from jaxrag.library.retrieve.lance_rows import lancedb_and_arrow
 from jaxrag.library.retrieve.packing import Packing
 from jaxrag.library.retrieve.terms import terms
@@ -71,12 +72,16 @@ class Ours:
         self.texts = {at: text for at, text in self.texts.items() if at not in texts}
 
     def settle(self) -> None:
-        """Pack it, as a knowledge base does beside its work; every change is whole before, too."""
-        packing = Packing(self.index, self.count)
-        more = True
-        while more:
-            with self.connection:
-                more = packing.step(lambda ids: {at: self.texts[at] for at in ids})
+        """Pack it and join blocks, as a knowledge base does beside its work; no change needs it."""
+        packing, joining = Packing(self.index, self.count), Joining(self.index.packed)
+        for step in (lambda: packing.step(self._texts), joining.step):
+            more = True
+            while more:
+                with self.connection:
+                    more = step()
+
+    def _texts(self, chunk_ids: Sequence[int]) -> dict[int, str]:
+        return {at: self.texts[at] for at in chunk_ids}
 
     def search(self, question: str) -> Hits:
         """The best K of all chunks."""
