@@ -213,28 +213,38 @@ def cell(column: DataSet, entry: Mapping[str, Any], measure: str) -> str:
     return shown(found["value"], found["low"], found["high"], PLACES.get(measure, 3))
 
 
-def quality_table(table: QualityTable, measure: str) -> str:
-    """Methods in the order of the first column that has them; KL to itself is left out."""
-    every = [{it["method"]: it for it in entries(column.file)} for column in table.columns]
-    counts = [result(column.file)["groups"][column.group or "all"] for column in table.columns]
-    head = [f"{it.on} ({count})" for it, count in zip(table.columns, counts, strict=True)]
-    rows = [[table.measures[measure], *head]]
+def quality_table(first: str, columns: Sequence[tuple[str, DataSet, str]]) -> str:
+    """Methods in the order of the column that has them first; nearness to itself is left out.
+
+    A column is its heading, the prompts and the measure; ``first`` heads the methods.
+    """
+    every = [{it["method"]: it for it in entries(column.file)} for _, column, _ in columns]
+    rows = [[first, *(name for name, _, _ in columns)]]
     for name in dict.fromkeys(itertools.chain(*every)):
         cells = [
             cell(column, methods[name], measure) if name in methods else ""
-            for column, methods in zip(table.columns, every, strict=True)
+            for (_, column, measure), methods in zip(columns, every, strict=True)
         ]
-        if name != FULL or measure in every[0][FULL]["scores"]:
+        if name != FULL or columns[0][2] in every[0][FULL]["scores"]:
             rows.append([f"`{name}`", *cells])
     return f"{markdown_rows(rows)}\n"
 
 
 def quality(tables: Iterable[QualityTable]) -> Iterator[str]:
-    """Every table of them under its title."""
+    """Of each a table a measure, of a single column one table of all measures."""
     for table in tables:
         files = links(dict.fromkeys(column.file for column in table.columns))
+        counts = [result(it.file)["groups"][it.group or "all"] for it in table.columns]
+        heads = [f"{it.on} ({count})" for it, count in zip(table.columns, counts, strict=True)]
         yield f"#### {table.title}\n\n{table.text}"
-        yield from (quality_table(table, measure) for measure in table.measures)
+        if len(heads) == 1:
+            each = [(head, table.columns[0], it) for it, head in table.measures.items()]
+            yield quality_table(heads[0], each)
+        else:
+            for it, head in table.measures.items():
+                yield quality_table(
+                    head, [(*pair, it) for pair in zip(heads, table.columns, strict=True)]
+                )
         yield f"From {files}.\n"
 
 
