@@ -69,19 +69,15 @@ class Ours:
         with self.connection:
             self.index.remove(texts)
         self.count -= len(texts)
-        self.texts = {at: text for at, text in self.texts.items() if at not in texts}
 
     def settle(self) -> None:
         """Pack it and join blocks, as a knowledge base does beside its work; no change needs it."""
         packing, joining = Packing(self.index, self.count), Joining(self.index.packed)
-        for step in (lambda: packing.step(self._texts), joining.step):
-            more = True
-            while more:
-                with self.connection:
-                    more = step()
-
-    def _texts(self, chunk_ids: Sequence[int]) -> dict[int, str]:
-        return {at: self.texts[at] for at in chunk_ids}
+        more = True
+        while more:
+            with self.connection:
+                more = packing.step(lambda ids: {at: self.texts[at] for at in ids})
+                more = more or joining.step()
 
     def search(self, question: str) -> Hits:
         """The best K of all chunks."""

@@ -22,8 +22,8 @@ MOST = {
     "long signatures, jaxrag": 7,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 65_780,
-    "code lines, tests": 60_820,
+    "code lines": 65_785,
+    "code lines, tests": 60_810,
     "code lines, benchmarks": 6_990,
     "benchmark scripts beside the GPU's": 27,
     "fields of one request": 64,
