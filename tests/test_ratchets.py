@@ -24,7 +24,7 @@ MOST = {
 AT_MOST = {  # of what shrinks and grows with every change
     "code lines": 65_785,
     "code lines, tests": 60_810,
-    "code lines, benchmarks": 6_990,
+    "code lines, benchmarks": 6_995,
     "benchmark scripts beside the GPU's": 27,
     "fields of one request": 64,
     "objects of one request": 5,
