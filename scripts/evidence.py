@@ -1,7 +1,8 @@
 """Tables of quality on the prompts of data sets, cell by cell, as long as there is time.
 
-The cells are those of benchmarks/evidence.toml, each a run of `jaxrag eval dataset`; the same
-command goes on where the last one was stopped or killed. With --num 2 it tells what each takes.
+The cells are those of benchmarks/evidence.toml, each a run of `jaxrag eval dataset`, or of needles
+in long prompts; the same command goes on where the last one was stopped or killed. With --num 2 it
+tells what each takes.
 
     python scripts/evidence.py --model MODEL --data DIR --out FOLDER --table main --hours 8
 """
@@ -24,23 +25,26 @@ CELLS = ROOT / "benchmarks" / "evidence.toml"
 
 @dataclasses.dataclass(frozen=True)
 class EvidenceCell:
-    """A data set's questions put to some methods.
+    """Questions of a data set, or of a suite of long prompts, put to some methods.
 
     Attributes:
       name: of its files.
       table: that it is part of.
       methods: names of presets or .toml files.
+      num: first questions of the data set; of a suite, those of every task, length and depth.
+      dataset: its name; "" for a suite.
       data: the data set's file, below the folder of all of them.
-      num: first questions of it.
-      arguments: more of `jaxrag eval dataset`.
+      suite: of `jaxrag eval`, where there is no data set.
+      arguments: more of the command.
     """
 
     name: str
     table: str
     methods: tuple[str, ...]
-    dataset: str
-    data: str
     num: int
+    dataset: str = ""
+    data: str = ""
+    suite: str = ""
     arguments: tuple[str, ...] = ()
 
 
@@ -55,10 +59,15 @@ def cells_of(path: Path = CELLS) -> list[EvidenceCell]:
 
 def command_of(cell: EvidenceCell, model: str, data: Path, out: Path, num: int) -> list[str]:
     """What is run for it: so many questions, its result below ``out``."""
+    what = [
+        "dataset", cell.dataset, f"--data={data / cell.data}", "--controls", f"--num={num}",
+        *(f"--method={it}" for it in cell.methods),
+    ]  # fmt: skip
+    if cell.suite:
+        what = [cell.suite, f"--methods={','.join(cell.methods)}", f"--num-questions={num}"]
     return [
-        "eval", "dataset", cell.dataset, f"--data={data / cell.data}", f"--model={model}",
-        "--dtype=float32", "--controls", f"--num={num}", *(f"--method={it}" for it in cell.methods),
-        *cell.arguments, f"--out={out / cell.name}.json", f"--markdown={out / cell.name}.md",
+        "eval", *what, f"--model={model}", "--dtype=float32", *cell.arguments,
+        f"--out={out / cell.name}.json", f"--markdown={out / cell.name}.md",
     ]  # fmt: skip
 
 
@@ -68,10 +77,10 @@ def told(cell: EvidenceCell, lines: Sequence[Mapping[str, Any]], num: int) -> st
     if len(each) < 2:
         return f"{cell.name}: {len(each)} questions so far"
     later = sorted(each[1:])[len(each[1:]) // 2]
-    per = len(each) / num
+    whole = len(each) / num * cell.num
     return (
         f"{cell.name}: {len(each)} questions, the first {each[0]:.0f} s, then {later:.1f} s each; "
-        f"{later * cell.num * per / 3600:.1f} h for all {cell.num}"
+        f"{later * whole / 3600:.1f} h for all {whole:.0f}"
     )
 
 
@@ -90,6 +99,9 @@ def main() -> int:
     cells = [cell for cell in cells_of() if args.table in (None, cell.table)]
     for cell in cells:
         num = min(args.num or cell.num, cell.num)
+        file = out / f"{cell.name}.json"
+        if cell.suite and file.exists():
+            continue  # a suite keeps no single questions of what is finished
         command = command_of(cell, args.model, Path(args.data), out, num)
         process = subprocess.Popen([sys.executable, "-m", "jaxrag", *command], cwd=ROOT)
         try:
@@ -101,7 +113,8 @@ def main() -> int:
             return 1
         if code:
             return code
-        print(told(cell, lines_of(out / f"{cell.name}.json{ITEMS}"), num), flush=True)
+        if not cell.suite:
+            print(told(cell, lines_of(Path(f"{file}{ITEMS}")), num), flush=True)
     return 0
 
 

@@ -118,10 +118,3 @@ def test_a_table_of_quality_shows_each_column_s_own_group():
     right = leaderboard.quality_table("right", [("all (60)", whole, "subspan")]).splitlines()
     assert right[0] == "| right | all (60) |"
     assert right[2].startswith("| `full_attention` | 26.7 [")
-
-
-def test_random_weights_have_no_scores():
-    """Their result holds times alone."""
-    for found in result("dataset-times")["sets"].values():
-        assert found["metrics"] == []
-        assert all(not row["scores"] for row in found["methods"])

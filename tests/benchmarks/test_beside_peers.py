@@ -223,10 +223,7 @@ def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
         ({"dtypes": ("float32", "int7")}, "'int7'"),
         ({"tokens": 0}, ""),
         ({"repeats": 0}, ""),
-        (
-            {"dtypes": ("float16",), "llama_python": "python"},
-            "'float16'",
-        ),
+        ({"dtypes": ("float16",), "llama_python": "python"}, "'float16'"),
     ],
 )
 def test_bad_options_are_refused(change, message):

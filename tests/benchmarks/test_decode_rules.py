@@ -21,12 +21,7 @@ from jaxrag.reuse.decode import Dense, Flat, TopN, rule_from
 from jaxrag.reuse.decode.footprint import index_bytes
 
 SMALL = {"exact_below": 0, "min_queries": 1}
-RULES = (
-    "dense",
-    "topn:n=8",
-    "retrieval:k=600,sink=4,recent=16",
-    "ivf:k=10,sink=4,recent=16",
-)
+RULES = ("dense", "topn:n=8", "retrieval:k=600,sink=4,recent=16", "ivf:k=10,sink=4,recent=16")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from jaxrag.cli import PROGRAM
 from jaxrag.cli.command import from_fields, parse
 from jaxrag.measure.evals.asked import ITEMS
 from jaxrag.measure.evals.datasets.options import DatasetOptions
+from jaxrag.measure.evals.options import LongOptions
 
 CELLS = evidence.cells_of()
 
@@ -25,9 +26,15 @@ def test_the_main_cells_come_first():
 @pytest.mark.parametrize("cell", CELLS, ids=[cell.name for cell in CELLS])
 def test_the_program_takes_every_cell(cell, tmp_path):
     args = parse(PROGRAM, evidence.command_of(cell, "MODEL", tmp_path, tmp_path, 2))
+    assert args.dtype == "float32"
+    if cell.suite:
+        options = from_fields(LongOptions, args, suite=cell.suite, model=args.model)
+        assert options.questions == 2 and options.methods == cell.methods
+        assert options.resolved[0].decode.name == "dense" and len(options.resolved) == 8
+        return
     options = from_fields(DatasetOptions, args, name=args.name, model=args.model, out=args.out)
     assert options.controls and options.number == 2 and options.methods == cell.methods
-    assert options.methods[0] == "full_attention" and args.dtype == "float32"
+    assert options.methods[0] == "full_attention"
 
 
 def test_an_unknown_key_is_refused(tmp_path):

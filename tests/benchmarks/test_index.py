@@ -104,9 +104,7 @@ def test_what_is_measured_is_the_rule(heads):
     half = dataclasses.replace(
         heads,
         bank=dataclasses.replace(
-            heads.bank,
-            queries=heads.bank.queries[:, ::5],
-            positions=heads.bank.positions[::5],
+            heads.bank, queries=heads.bank.queries[:, ::5], positions=heads.bank.positions[::5]
         ),
     )
     same = rule.index_head(keys, half.bank, heads.rope, heads.context, 60)

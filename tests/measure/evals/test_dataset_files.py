@@ -167,6 +167,23 @@ def test_nq_open_among_others(tmp_path, tokenizer):
         items("nq_open", path, documents=9)
 
 
+def test_nq_open_in_a_conversation(tmp_path, tokenizer):
+    """The questions before are on passages of the prompt, which stay where they are."""
+    path = write("nq_open", tmp_path)
+    alone = items("nq_open", path, documents=4)
+    for item, one in zip(items("nq_open", path, documents=4, earlier=2), alone, strict=True):
+        assert item.documents == one.documents and item.answers == one.answers
+        talk = item.talk
+        assert talk.questions[-1] == one.question and len(set(talk.questions)) == 3
+        texts = " ".join(text for _, text in item.documents)
+        for question, answer in zip(talk.questions, talk.answers, strict=False):
+            record = next(it for it in NQ if it["question"] == question)
+            assert answer == record["answers"][0] and answer in texts
+    for wrong in ({"documents": 4, "earlier": 4}, {"earlier": 1}, {"documents": 2, "earlier": -1}):
+        with refused(RequestError, f"--earlier {wrong['earlier']}: expected fewer"):
+            items("nq_open", path, **wrong)
+
+
 def test_cacheblend_prompts(tmp_path, tokenizer):
     found = items("cacheblend_musique", write("cacheblend_musique", tmp_path))
     for item, record in zip(found, CACHEBLEND, strict=True):

@@ -49,6 +49,21 @@ def lines_of(options):
         return {line["id"]: line for line in map(json.loads, file)}
 
 
+def test_earlier_questions_stand_before_the_question(result, options, folder):
+    """Their tokens are in every method's prompt; at ratio 1 all of it is full attention."""
+    again = dataclasses.replace(
+        options, earlier=2, number=2, methods=("full_attention", "turborag", "cacheblend"),
+        ratios=(1.0,), out=str(folder / "talk.json"),
+    )  # fmt: skip
+    found, alone = run(again, progress=False), lines_of(options)
+    for number, line in lines_of(again).items():
+        tokens = {one["prompt_tokens"] for one in line["methods"].values()}
+        assert len(tokens) == 1
+        assert tokens.pop() > alone[number]["methods"]["turborag"]["prompt_tokens"]
+    near = {row["method"]: row["kl"]["value"] for row in found["methods"]}
+    assert near["cacheblend 1"] < 1e-5 < near["turborag"]
+
+
 def test_every_method_answers_the_same_prompt(result, options):
     for line in lines_of(options).values():
         answers = line["methods"]

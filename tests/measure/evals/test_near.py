@@ -12,7 +12,6 @@ from refusal import refused
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
-from jaxrag.measure.evals.asked import ITEMS
 from jaxrag.measure.evals.datasets.near import NearStudy, arms_of, run, tables
 from jaxrag.measure.evals.datasets.options import NearOptions
 from jaxrag.measure.evals.datasets.run import items_of
@@ -67,24 +66,6 @@ def test_every_method_is_measured_behind_every_primer(result):
     assert {row["bytes_per_token"] for row in others} == {first["bytes_per_token"]}
     [table] = tables(result)
     assert [row[0] for row in table.rows[1:]] == NAMES
-
-
-def test_a_run_goes_on_with_more_prompts(result, options):
-    """What was measured is not measured again, and its prompts are the same."""
-    with open(options.out + ITEMS, encoding="utf-8") as file:
-        before = file.read()
-    more = dataclasses.replace(options, number=4)
-    assert (
-        items_of(dataclasses.replace(more, number=None))[:3]
-        == items_of(dataclasses.replace(options, number=None))[:3]
-    )
-    kept = run(dataclasses.replace(more, finished_only=True), progress=False)
-    assert kept["prompts"] == 3 and kept["rows"] == result["rows"]
-    assert run(more, progress=False)["prompts"] == 4
-    with open(options.out + ITEMS, encoding="utf-8") as file:
-        assert file.read().startswith(before)
-    with refused(ConfigError, options.out):
-        run(dataclasses.replace(options, methods=("full_reuse",)), progress=False)
 
 
 def test_a_method_that_computes_everything_is_full_attention(options):
@@ -198,12 +179,10 @@ def test_the_command_prints_one_object(options, result, capsys):
     ]
     command = [
         "eval", "near", "nq_open", f"--data={options.data[0]}", f"--model={options.model}",
-        "--num=3", "--passages=3", "--answer-tokens=4", "--template=plain", "--finished-only",
-        "--json", *flags,
+        "--num=3", "--passages=3", "--answer-tokens=4", "--template=plain",
+        f"--out={options.out}", "--json", *flags,
     ]  # fmt: skip
-    assert main(command) == 1  # nothing is kept where no --out is named
-    assert "no prompt is finished" in capsys.readouterr().err
-    assert main([*command, f"--out={options.out}"]) == 0
+    assert main(command) == 0
     assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == NAMES
 
 

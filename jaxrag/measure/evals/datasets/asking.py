@@ -148,7 +148,7 @@ class InProcess:
 
 def _ready(settings: Settings, item: DatasetItem) -> ReadyQuestion:
     passages = [Passage(text, title) for title, text in item.documents]
-    return prepare(settings, item.question, passages or None, SamplingParams())
+    return prepare(settings, item.talk, passages or None, SamplingParams())
 
 
 def settings_of(

@@ -43,12 +43,7 @@ def with_neighbours[Name](
     first = next(iter(settings.values()))
     files = ", ".join(it if it.startswith(HUB) else Path(it).name for it in options.data)
     corpus = PassageCorpus(
-        f"{options.name} ({files})",
-        (),
-        first.model,
-        first.template,
-        chunk_tokens,
-        numbering,
+        f"{options.name} ({files})", (), first.model, first.template, chunk_tokens, numbering
     )
     distinct: dict[tuple[str, str], tuple[str, str]] = {}
     for title, text in (passage for item in items for passage in item.documents):

@@ -54,12 +54,7 @@ def _words(length: int) -> str:
 
 
 def _spec(
-    name: str,
-    prompt: str,
-    metric: str,
-    tokens: int,
-    begins: str = _ONE_TEXT,
-    question: str = "",
+    name: str, prompt: str, metric: str, tokens: int, begins: str = _ONE_TEXT, question: str = ""
 ) -> DatasetSpec:
     """``prompt`` has {context} and {input}; ``question`` is every record's, where it has none."""
     prefix, final = prompt.split("{context}")

@@ -5,7 +5,6 @@ be measured behind several encoders and primers, and beside the full attention o
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import MemoryStore
-from jaxrag.measure.evals.asked import ITEMS, ask_all
+from jaxrag.measure.evals.asked import ask_all, kept
 from jaxrag.measure.evals.datasets.asking import is_own
 from jaxrag.measure.evals.datasets.corpus import account_of, note_in, with_neighbours
 from jaxrag.measure.evals.datasets.nearness import (
@@ -28,6 +27,7 @@ from jaxrag.measure.evals.datasets.nearness import (
     nearness_of,
     needs,
     shown,
+    times_over,
     with_controls,
 )
 from jaxrag.measure.evals.datasets.options import NearOptions
@@ -99,7 +99,7 @@ class NearStudy:
     def measure(self, item: DatasetItem) -> dict[str, Any]:
         """One prompt by every method; JSON-able."""
         documents = passages_of(item, self.model, self.options.chunk_tokens)
-        ready = prepare(self.full, item.question, documents)
+        ready = prepare(self.full, item.talk, documents)
         [answer] = answered([ready], 1)
         most = self.options.answer_tokens - 1
         whole = ShownAnswer.by(self.full, ready, answer.token_ids, item, most)
@@ -110,7 +110,7 @@ class NearStudy:
             "methods": {},
         }
         for name, settings in self.arms.items():
-            ready = prepare(settings, item.question, documents)
+            ready = prepare(settings, item.talk, documents)
             line = whole.to(settings, ready)
             [answer] = answered([ready], 1)  # its chunks are in the pool now
             again = line["recomputed"] / sum(ready.prompt.lengths)
@@ -193,12 +193,9 @@ def run(
         setting["neighbours"] = neighbours
     if of is not None:
         setting["reference"] = study.full.model.digest
-    with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
-        kept = Path(f"{options.out or Path(folder) / 'near'}{ITEMS}")
+    with kept(options.out, study.model.exchange, first=True) as path:
         primers = {name: _primer(settings) for name, settings in study.arms.items()}
-        file = AnswerFile(kept, setting | {"model": study.model.digest, "primers": primers})
-        if options.finished_only:
-            items = [item for item in items if item.id in file.done]
+        file = AnswerFile(path, setting | {"model": study.model.digest, "primers": primers})
         lines = ask_all(study.measure, items, file, progress=progress)
     return setting | result_of(study, lines)
 
@@ -215,12 +212,7 @@ def _ttft(answer: Any) -> float | None:
 def result_of(
     study: NearStudy, lines: Sequence[tuple[DatasetItem, Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """What finished prompts say together; the first method is what the others are compared with.
-
-    Raises RequestError where no prompt is finished.
-    """
-    if not lines:
-        raise RequestError("no prompt is finished; leave --finished-only out")
+    """What finished prompts say together; the first method is what the others are compared with."""
     seed, layout = study.options.seed, study.model.whole_kv_layout
     size = study.options.chunk_tokens
     spec = dataset_named(study.options.name)
@@ -237,11 +229,6 @@ def result_of(
         kl = np.array([np.mean(it["kl"]) for it in own])
         control = control_of(name, list(study.arms))
         random = None if control is None else [line["methods"][control] for _, line in lines]
-        over = [
-            a["ttft"] / b["ttft"]
-            for a, b in zip(own, full, strict=True)
-            if a["ttft"] is not None and b["ttft"] is not None
-        ]
         method = settings.method
         first = first if len(first) else kl
         around = settings.primer.around if settings.primer else None
@@ -255,7 +242,7 @@ def result_of(
             "recomputed": float(np.mean([it["recomputed"] for it in own])),
             "bytes_per_token": len({method.encoder, method.first_encoder} - {None})
             * layout.stored_nbytes(size + more) / size,
-            "ttft_over_full": plain(median(np.array(over))),
+            "ttft_over_full": times_over(own, full),
         })  # fmt: skip
     name = Path(str(study.options.model)).name
     return {

@@ -19,6 +19,7 @@ from jaxrag.measure.evals.gate import forced_along, kl_divergence
 from jaxrag.measure.evals.statistics import (
     bootstrapped,
     bootstrapped_difference,
+    median,
     plain,
     share,
 )
@@ -145,6 +146,14 @@ def nearness_of(
     return found
 
 
+def times_over(
+    lines: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """The median of the first's times to first token over the others'; of those that have both."""
+    pairs = [(one["ttft"], other["ttft"]) for one, other in zip(lines, others, strict=True)]
+    return plain(median(np.array([a / b for a, b in pairs if None not in (a, b)])))
+
+
 def control_of(name: str, names: Sequence[str]) -> str | None:
     """The name of a method's control, where it is among these."""
     control = _CONTROL.format(name)
@@ -172,11 +181,12 @@ def control_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Tab
         )
 
 
-def shown(found: Mapping[str, Any] | None, form: str) -> str:
-    """A number with its interval; "" for none."""
+def shown(found: Mapping[str, Any] | None, form: str, factor: float = 1) -> str:
+    """A number, so many times, with its interval; "" for none."""
     if found is None:
         return ""
-    value, low, high = (found[name] for name in ("value", "low", "high"))
+    ends = [found[name] for name in ("value", "low", "high")]
+    value, low, high = (end if end is None else factor * end for end in ends)
     return f"{value:{form}}" + ("" if low is None else f" [{low:{form}}, {high:{form}}]")
 
 

@@ -2,8 +2,8 @@
 
 Files with several passages to a question are asked as they stand. The oracle file has the gold
 passage alone; ``DatasetReading.documents`` adds gold passages of other questions, none of which
-holds a right answer. Those were drawn at random and not retrieved, so such prompts are easier than
-the paper's.
+holds a right answer, and ``earlier`` lets some of those be asked and answered before. They were
+drawn at random and not retrieved, so such prompts are easier than the paper's.
 """
 
 import random
@@ -35,8 +35,11 @@ def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[Datas
     for number, (record, own) in enumerate(zip(records, passages, strict=True)):
         answers = record.values["answers"]
         gold = next((i for i, ctx in enumerate(record.values["ctxs"]) if ctx.get("isgold")), None)
+        others: list[int] = []
         if reading.documents is not None:
-            own, gold = _among_others(record, passages, number, reading)
+            others, gold = _among_others(record, passages, number, reading)
+            own = [passages[other][0] for other in (*others[:gold], number, *others[gold:])]
+        before = [records[other].values for other in others[: reading.earlier]]
         yield DatasetItem(
             id=str(number),
             sample=str(number),
@@ -49,6 +52,7 @@ def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[Datas
             ),
             answers=(tuple(answers),),
             group="" if gold is None else f"gold at {gold + 1} of {len(own)}",
+            earlier=tuple((values["question"], values["answers"][0]) for values in before),
         )
 
 
@@ -69,8 +73,8 @@ def titled(record: DataRecord, one: Any) -> Titled:
 
 def _among_others(
     record: DataRecord, passages: list[list[Titled]], number: int, reading: DatasetReading
-) -> tuple[list[Titled], int]:
-    """The gold passage at a drawn place among those of other questions, and that place."""
+) -> tuple[list[int], int]:
+    """Numbers of other records, and the drawn place of the gold passage among theirs."""
     assert reading.documents is not None
     drawn = random.Random(f"{reading.seed} {number}")
     answers, [gold, *more] = record.values["answers"], passages[number]
@@ -81,20 +85,21 @@ def _among_others(
         )
     # Every text holds one that is a letter, or that normalises to nothing.
     long_answers = [answer for answer in answers if len(squad_normalised(answer)) > 1]
-    others: list[Titled] = []
+    others: list[int] = []
+    seen = [gold]
     for place in drawn.sample(range(len(passages)), len(passages)):
         if len(others) == reading.documents - 1:
             break
         other = passages[place][0]
-        if other != gold and other not in others and not subspan(other[1], long_answers):
-            others.append(other)
+        if other not in seen and not subspan(other[1], long_answers):
+            seen.append(other)
+            others.append(place)
     if len(others) < reading.documents - 1:
         raise RequestError(
             f"--passages {reading.documents}: the file has {len(others) + 1} passages that suit "
             f"{record.where}; name fewer"
         )
-    at = drawn.randrange(reading.documents)
-    return [*others[:at], gold, *others[at:]], at
+    return others, drawn.randrange(reading.documents)
 
 
 NQ_OPEN = DatasetSpec(

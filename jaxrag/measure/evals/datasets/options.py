@@ -62,6 +62,10 @@ class DatasetOptions:
         None, "of NQ-open's oracle file: so many to a question, others' gold passages", "N",
         unset="those of the file", flag="--passages",
     )  # fmt: skip
+    earlier: int = option(
+        0, "of such passages: so many are asked about, and rightly answered, before the question",
+        "N",
+    )  # fmt: skip
     seed: int = option(7, "of these", "N")
     neighbours: NeighboursFrom = option(
         "corpus",
@@ -87,6 +91,8 @@ class DatasetOptions:
                 f"--method {', '.join(self.methods)}: name at least one, and each once"
             )
         check_positive(self, "number", "documents", "max_new_tokens", "answer_tokens")
+        if self.earlier and not 0 < self.earlier < (self.documents or 0):
+            raise RequestError(f"--earlier {self.earlier}: expected fewer than --passages N has")
         if self.neighbours not in get_args(NeighboursFrom):
             raise RequestError(
                 f"--neighbours {self.neighbours}: expected one of "
@@ -129,7 +135,6 @@ class NearOptions(DatasetOptions):
     )  # fmt: skip
     chunk_tokens: int = option(256, "of a passage, the first of it", "N", parse=parse_count)
     metric: str = option("subspan", "whether an answer of as many tokens is right", "NAME")
-    finished_only: bool = option(False, "measure no more, and report the prompts that are kept")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrag.measure.evals.datasets.nearness import FULL, control_table, near_cells, needs
+from jaxrag.measure.evals.datasets.nearness import FULL, control_table, near_cells, needs, shown
 from jaxrag.measure.evals.statistics import POWER
 from jaxrag.measure.table import Table, percent, points
 
@@ -78,7 +78,7 @@ def _scores(
     result: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     part: str,
-    shown: Callable[[Any], str],
+    percents: Callable[[Any], str],
     title: str,
     asked: str = "",
 ) -> Iterator[Table]:
@@ -98,7 +98,7 @@ def _scores(
             f"{asked}; {what}" if asked else what,
             [
                 ["method", *named],
-                *([method_of(row), *(shown(row[part][m][g]) for m, g in cells)] for row in rows),
+                *([method_of(row), *(percents(row[part][m][g]) for m, g in cells)] for row in rows),
             ],
         )
 
@@ -131,22 +131,13 @@ def _cost(name: str, row: Mapping[str, Any]) -> list[str]:
     tokens = row["tokens"]
     return [
         name,
-        _median(row["prompt_tokens"], 1, ".0f"),
-        _median(row["ttft"], 1000, ".3g"),
-        _median(row["first_over_own"], 1, ".3g"),
-        _median(row["first_ttft"], 1000, ".3g"),
+        shown(row["prompt_tokens"], ".0f"),
+        shown(row["ttft"], ".3g", 1000),
+        shown(row["first_over_own"], ".3g"),
+        shown(row["first_ttft"], ".3g", 1000),
         f"{tokens['reused']:.0f}",
         f"{tokens['recomputed']:.0f}",
         f"{100 * row['reuse']:.1f}",
         f"{100 * row['recomputed']:.1f}",
         f"{row['flops'] / 1e9:.3g}",
     ]
-
-
-def _median(found: Mapping[str, Any] | None, factor: float, form: str) -> str:
-    if found is None:
-        return ""
-    value, low, high = (found[name] for name in ("value", "low", "high"))
-    if low is None:
-        return f"{factor * value:{form}}"
-    return f"{factor * value:{form}} [{factor * low:{form}}, {factor * high:{form}}]"

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrag.base.types import HostArray
 from jaxrag.measure.evals.asked import Line
-from jaxrag.measure.evals.datasets.nearness import FULL, control_of, nearness_of
+from jaxrag.measure.evals.datasets.nearness import FULL, control_of, nearness_of, times_over
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.evals.statistics import LEVEL, by_group, difference, median, plain, share
 
@@ -92,11 +92,6 @@ def _costs(first: str, method: str, lines: Sequence[Mapping[str, Any]]) -> dict[
     own = [line["methods"][method] for line in lines]
     other = [line["methods"][first] for line in lines]
     times = [item["ttft"] for item in own if item["ttft"] is not None]
-    over = [
-        b["ttft"] / a["ttft"]
-        for a, b in zip(own, other, strict=True)
-        if a["ttft"] is not None and b["ttft"] is not None
-    ]
     tokens = {
         name: float(np.mean([item["counts"][name] for item in own])) if own else 0.0
         for name in ("reused", "recomputed", "encoded")
@@ -105,7 +100,7 @@ def _costs(first: str, method: str, lines: Sequence[Mapping[str, Any]]) -> dict[
     return {
         "ttft": plain(median(np.array(times))),
         "first_ttft": plain(median(np.array([item["first"] for item in own]))),
-        "first_over_own": plain(median(np.array(over))),
+        "first_over_own": times_over(other, own),
         "without_time": len(own) - len(times),
         "tokens": tokens,
         "reuse": tokens["reused"] / total if total else 0.0,

@@ -45,7 +45,9 @@ def items_of(options: DatasetOptions) -> list[DatasetItem]:
     """
     spec = dataset_named(options.name)
     titled = options.template is not None
-    reading = DatasetReading(options.noise, options.documents, options.seed, titled)
+    reading = DatasetReading(
+        options.noise, options.documents, options.earlier, options.seed, titled
+    )
     items: list[DatasetItem] = []
     for source in options.data:
         records, samples = records_of(source, spec.fields), set[str]()
@@ -168,6 +170,7 @@ def _settings(options: DatasetOptions, answerer: InProcess) -> dict[str, Any]:
         "answer_tokens": options.answer_tokens,
         "noise": list(options.noise),
         "documents": options.documents,
+        "earlier": options.earlier,
         "seed": options.seed,
         "max_new_tokens": options.max_new_tokens,
         "model": answerer.about(),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from jaxrag.measure.evals.datasets.records import DataRecord
 from jaxrag.measure.evals.metrics import METRICS, AnswerParts
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.serve.conversation import Conversation
 
 CheckedOn = Literal["real file", "fixture only"]
 
@@ -19,12 +20,14 @@ class DatasetReading:
       noise: of RGB: shares of the documents that do not hold the answer.
       documents: of NQ-open's oracle file: so many to a question, the others the gold passages of
         other questions; None: those of the file.
+      earlier: so many of those questions are asked and answered before.
       seed: of which others, and of the gold passage's place.
       titled: passages have their titles beside them, for a template that is not the data set's.
     """
 
     noise: tuple[float, ...] = ()
     documents: int | None = None
+    earlier: int = 0
     seed: int = 7
     titled: bool = False
 
@@ -39,6 +42,7 @@ class DatasetItem:
       documents: title and text of each, in the order of the prompt, or none: it retrieves.
       answers: what an answer must hold all of, each with what it may be called.
       group: of questions whose scores are also given apart.
+      earlier: questions of the conversation before this one, each with its answer.
     """
 
     id: str
@@ -47,6 +51,13 @@ class DatasetItem:
     documents: tuple[tuple[str, str], ...]
     answers: AnswerParts
     group: str = ""
+    earlier: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def talk(self) -> Conversation:
+        """All that was asked; nothing of it is looked for in the pool."""
+        questions = (*(question for question, _ in self.earlier), self.question)
+        return Conversation(questions, tuple(answer for _, answer in self.earlier))
 
 
 @dataclasses.dataclass(frozen=True)
