@@ -1,8 +1,8 @@
 """Tables of quality on the prompts of data sets, cell by cell, as long as there is time.
 
 The cells are those of benchmarks/evidence.toml, each a run of `jaxrag eval dataset`, or of needles
-in long prompts; the same command goes on where the last one was stopped or killed. With --num 2 it
-tells what each takes.
+in long prompts, which says how long it will take. The same command goes on where the last one was
+stopped or killed.
 
     python scripts/evidence.py --model MODEL --data DIR --out FOLDER --table main --hours 8
 """
@@ -12,12 +12,9 @@ import dataclasses
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxrag.base.tables import build, read_toml
-from jaxrag.measure.evals.asked import ITEMS, lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CELLS = ROOT / "benchmarks" / "evidence.toml"
@@ -71,19 +68,6 @@ def command_of(cell: EvidenceCell, model: str, data: Path, out: Path, num: int) 
     ]  # fmt: skip
 
 
-def told(cell: EvidenceCell, lines: Sequence[Mapping[str, Any]], num: int) -> str:
-    """What a question takes; the first one of a run compiles."""
-    each = [line["seconds"] for line in lines]
-    if len(each) < 2:
-        return f"{cell.name}: {len(each)} questions so far"
-    later = sorted(each[1:])[len(each[1:]) // 2]
-    whole = len(each) / num * cell.num
-    return (
-        f"{cell.name}: {len(each)} questions, the first {each[0]:.0f} s, then {later:.1f} s each; "
-        f"{later * whole / 3600:.1f} h for all {whole:.0f}"
-    )
-
-
 def main() -> int:
     """Run what is not finished; 0 where all is."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -113,8 +97,6 @@ def main() -> int:
             return 1
         if code:
             return code
-        if not cell.suite:
-            print(told(cell, lines_of(Path(f"{file}{ITEMS}")), num), flush=True)
     return 0
 
 

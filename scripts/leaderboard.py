@@ -47,7 +47,9 @@ class Check:
       on: model and prompts, for the reader.
       file: of benchmarks/results, without its ending.
       row: the method whose number it is.
-      measure: its name; of parts, joined by dots.
+      measure: its name; of parts, joined by dots; of a suite of long prompts "difference", from the
+        first method.
+      of: what else the number is of, such as a task and a length.
       below: the limit; 0 where another method's number is subtracted and there is no ``above``.
       above: the limit, in place of it.
       than: a method whose number is subtracted; with ``than_file``, of that file.
@@ -57,6 +59,7 @@ class Check:
     file: str
     row: str
     measure: str = "kl"
+    of: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     below: float | None = None
     above: float | None = None
     than: str = ""
@@ -82,17 +85,29 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """A column of a table of `jaxrag eval dataset`'s results.
+    """A column of a table of quality.
 
     Attributes:
       on: the prompts, for the reader.
       file: of benchmarks/results, without its ending.
-      group: of the questions; "": all.
+      group: of the questions of a data set; "": all.
+      of: as of ``Check``.
     """
 
     on: str
     file: str
     group: str = ""
+    of: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def entries(self) -> dict[str, Mapping[str, Any]]:
+        """Those of the result by method."""
+        return {it["method"]: it for it in entries(self.file) if self.of.items() <= it.items()}
+
+    def count(self) -> int:
+        """How many questions it is of."""
+        if self.of:
+            return int(next(iter(self.entries().values()))["score"]["n"])
+        return int(result(self.file)["groups"][self.group or "all"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,15 +142,18 @@ def result(name: str) -> Mapping[str, Any]:
     return found
 
 
-def entries(file: str) -> Sequence[Mapping[str, Any]]:
-    """Those of a result that name their method."""
-    return next(found for name in LISTS if isinstance(found := result(file).get(name), list))
+def entries(file: str, measure: str = "") -> Sequence[Mapping[str, Any]]:
+    """Those of a result that name their method, and have the measure."""
+    lists = ("differences",) if measure == "difference" else LISTS
+    return next(found for name in lists if isinstance(found := result(file).get(name), list))
 
 
-def number(file: str, row: str, measure: str) -> tuple[float, float, float]:
+def number(
+    file: str, row: str, measure: str, of: Mapping[str, Any] | None = None
+) -> tuple[float, float, float]:
     """Value, low and high; KeyError where the result lacks the method or the measure."""
-    for entry in entries(file):
-        if entry["method"] == row:
+    for entry in entries(file, measure):
+        if entry["method"] == row and (of or {}).items() <= entry.items():
             found = functools.reduce(lambda at, part: at[part], measure.split("."), entry)
             return found["value"], found["low"], found["high"]
     raise KeyError(f"{file}: no {row}")
@@ -146,9 +164,11 @@ def has(file: str, row: str) -> bool:
     return any(entry["method"] == row for entry in entries(file))
 
 
-def asked(file: str) -> int:
-    """How many questions a result is of."""
-    found = result(file)
+def asked(it: Check | Prompts) -> int:
+    """How many questions its number is of."""
+    if isinstance(it, Check) and it.of:
+        return DataSet(it.on, it.file, of=it.of).count()
+    found = result(it.file if isinstance(it, Check) else it.files[0])
     return int(found.get("prompts") or found["questions"])
 
 
@@ -163,7 +183,7 @@ def judged(check: Check) -> tuple[str, str]:
     Of two methods the difference is judged, by its own interval where the result has it (the other
     method is the first of its file), else as one of independent numbers, which is too wide.
     """
-    value, low, high = number(check.file, check.row, check.measure)
+    value, low, high = number(check.file, check.row, check.measure, check.of)
     figures = shown(value, low, high)
     if check.than and not check.than_file and check.than == entries(check.file)[0]["method"]:
         value, low, high = number(check.file, check.row, f"{check.measure}_minus_first")
@@ -189,7 +209,7 @@ def verdict(each: Sequence[str]) -> str:
 
 def methods_table(board: Leaderboard) -> str:
     """KL of every method on all prompts."""
-    head = [f"{it.on} ({asked(it.files[0])})" for it in board.columns]
+    head = [f"{it.on} ({asked(it)})" for it in board.columns]
     rows = [["method", *head, "KiB a token"]]
     for name, method in board.rows.items():
         cells = [
@@ -207,6 +227,8 @@ def methods_table(board: Leaderboard) -> str:
 def cell(column: DataSet, entry: Mapping[str, Any], measure: str) -> str:
     """A method's number on a column's prompts."""
     group = column.group
+    if measure == "score":
+        return percent(entry[measure])
     if measure in entry["scores"]:
         return percent(entry["scores"][measure][group or "all"])
     found = (entry["by_group"][group] if group else entry)[measure]
@@ -218,7 +240,7 @@ def quality_table(first: str, columns: Sequence[tuple[str, DataSet, str]]) -> st
 
     A column is its heading, the prompts and the measure; ``first`` heads the methods.
     """
-    every = [{it["method"]: it for it in entries(column.file)} for _, column, _ in columns]
+    every = [column.entries() for _, column, _ in columns]
     rows = [[first, *(name for name, _, _ in columns)]]
     for name in dict.fromkeys(itertools.chain(*every)):
         cells = [
@@ -226,7 +248,7 @@ def quality_table(first: str, columns: Sequence[tuple[str, DataSet, str]]) -> st
             for (_, column, measure), methods in zip(columns, every, strict=True)
         ]
         if name != FULL or columns[0][2] in every[0][FULL]["scores"]:
-            rows.append([f"`{name}`", *cells])
+            rows.append([f"`{name.split(', ')[-1]}`", *cells])
     return f"{markdown_rows(rows)}\n"
 
 
@@ -234,8 +256,7 @@ def quality(tables: Iterable[QualityTable]) -> Iterator[str]:
     """Of each a table a measure, of a single column one table of all measures."""
     for table in tables:
         files = links(dict.fromkeys(column.file for column in table.columns))
-        counts = [result(it.file)["groups"][it.group or "all"] for it in table.columns]
-        heads = [f"{it.on} ({count})" for it, count in zip(table.columns, counts, strict=True)]
+        heads = [f"{it.on} ({it.count()})" for it in table.columns]
         yield f"#### {table.title}\n\n{table.text}"
         if len(heads) == 1:
             each = [(head, table.columns[0], it) for it, head in table.measures.items()]
@@ -260,7 +281,7 @@ def tables(claims: Sequence[Claim]) -> Iterator[str]:
         for claim in of:
             each = [judged(check) for check in claim.checks]
             here = [
-                f"{check.on} ({asked(check.file)}): {figures}"
+                f"{check.on} ({asked(check)}): {figures}"
                 + (f", *{own}*" if len({name for name, _ in each}) > 1 else "")
                 for check, (own, figures) in zip(claim.checks, each, strict=True)
             ]

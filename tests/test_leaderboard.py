@@ -118,3 +118,11 @@ def test_a_table_of_quality_shows_each_column_s_own_group():
     right = leaderboard.quality_table("right", [("all (60)", whole, "subspan")]).splitlines()
     assert right[0] == "| right | all (60) |"
     assert right[2].startswith("| `full_attention` | 26.7 [")
+
+
+def test_right_answers_by_decode_rule():
+    column = leaderboard.DataSet("160 tokens", "long-needle", of={"length": 160})
+    table = leaderboard.quality_table("right, %", [("160", column, "score")])
+    assert rows(table, "| right")[0] == ["`dense`", "94.5 [88.6, 97.5]"]
+    check = leaderboard.Check("", "long-needle", "full_attention, window", "difference", column.of)
+    assert leaderboard.judged(check)[0] == leaderboard.HELD and leaderboard.asked(check) == 110

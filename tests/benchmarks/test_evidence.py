@@ -1,6 +1,5 @@
 """The tables of evidence: cells that the program takes, one command that goes on."""
 
-import json
 import subprocess
 
 import evidence
@@ -10,7 +9,6 @@ from refusal import refused
 from jaxrag.base.errors import ConfigError
 from jaxrag.cli import PROGRAM
 from jaxrag.cli.command import from_fields, parse
-from jaxrag.measure.evals.asked import ITEMS
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.options import LongOptions
 
@@ -48,19 +46,15 @@ def test_an_unknown_key_is_refused(tmp_path):
 
 
 class Ran:
-    """A process that takes so many hours, and finishes the questions that it was asked."""
+    """A process that takes so many hours."""
 
-    def __init__(self, asked, hours, clock):
-        self.asked, self.hours, self.clock, self.ended = asked, hours, clock, False
+    def __init__(self, hours, clock):
+        self.hours, self.clock, self.ended = hours, clock, False
 
     def wait(self, seconds=None):
         if seconds is not None and seconds < 3600 * self.hours and not self.ended:
             raise subprocess.TimeoutExpired("jaxrag", seconds)
         self.clock[0] += 3600 * self.hours
-        [out] = [it.removeprefix("--out=") for it in self.asked if it.startswith("--out=")]
-        lines = [{"id": str(n), "seconds": 100.0 if n == 0 else 9.0} for n in range(4)]
-        with open(out + ITEMS, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
         return 0
 
     def terminate(self):
@@ -72,7 +66,7 @@ def test_it_stops_when_the_time_is_over(tmp_path, monkeypatch, capsys, hours, be
     clock, ran = [0.0], []
 
     def start(command, cwd):
-        ran.append(Ran(command, 1, clock))
+        ran.append(Ran(1, clock))
         return ran[-1]
 
     monkeypatch.setattr(evidence.subprocess, "Popen", start)
@@ -80,7 +74,5 @@ def test_it_stops_when_the_time_is_over(tmp_path, monkeypatch, capsys, hours, be
     asked = ["evidence", "--model", "M", "--data", "D", "--out", str(tmp_path), "--num", "4"]
     monkeypatch.setattr("sys.argv", [*asked, "--table", "main", "--hours", hours])
     assert evidence.main() == code
-    said = capsys.readouterr().out.splitlines()
     assert len(ran) == begun and ran[-1].ended == bool(code)
-    first = "nq-5: 4 questions, the first 100 s, then 9.0 s each; 0.1 h for all 60"
-    assert said[0] == first and ("the time is over" in said[-1]) == bool(code)
+    assert ("the time is over" in capsys.readouterr().out) == bool(code)

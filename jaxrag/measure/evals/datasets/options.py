@@ -62,10 +62,7 @@ class DatasetOptions:
         None, "of NQ-open's oracle file: so many to a question, others' gold passages", "N",
         unset="those of the file", flag="--passages",
     )  # fmt: skip
-    earlier: int = option(
-        0, "of such passages: so many are asked about, and rightly answered, before the question",
-        "N",
-    )  # fmt: skip
+    earlier: int = option(0, "of such passages: so many are asked about, and answered, before", "N")
     seed: int = option(7, "of these", "N")
     neighbours: NeighboursFrom = option(
         "corpus",
