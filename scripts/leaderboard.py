@@ -59,7 +59,7 @@ class Check:
     file: str
     row: str
     measure: str = "kl"
-    of: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    of: Mapping[str, str] = dataclasses.field(default_factory=dict)
     below: float | None = None
     above: float | None = None
     than: str = ""
@@ -97,11 +97,11 @@ class DataSet:
     on: str
     file: str
     group: str = ""
-    of: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    of: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def entries(self) -> dict[str, Mapping[str, Any]]:
         """Those of the result by method."""
-        return {it["method"]: it for it in entries(self.file) if self.of.items() <= it.items()}
+        return {it["method"]: it for it in entries(self.file) if is_of(it, self.of)}
 
     def count(self) -> int:
         """How many questions it is of."""
@@ -148,12 +148,17 @@ def entries(file: str, measure: str = "") -> Sequence[Mapping[str, Any]]:
     return next(found for name in lists if isinstance(found := result(file).get(name), list))
 
 
+def is_of(entry: Mapping[str, Any], of: Mapping[str, str]) -> bool:
+    """Whether these are what it says of itself."""
+    return all(str(entry[name]) == text for name, text in of.items())
+
+
 def number(
-    file: str, row: str, measure: str, of: Mapping[str, Any] | None = None
+    file: str, row: str, measure: str, of: Mapping[str, str] | None = None
 ) -> tuple[float, float, float]:
     """Value, low and high; KeyError where the result lacks the method or the measure."""
     for entry in entries(file, measure):
-        if entry["method"] == row and (of or {}).items() <= entry.items():
+        if entry["method"] == row and is_of(entry, of or {}):
             found = functools.reduce(lambda at, part: at[part], measure.split("."), entry)
             return found["value"], found["low"], found["high"]
     raise KeyError(f"{file}: no {row}")

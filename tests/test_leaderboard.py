@@ -121,7 +121,7 @@ def test_a_table_of_quality_shows_each_column_s_own_group():
 
 
 def test_right_answers_by_decode_rule():
-    column = leaderboard.DataSet("160 tokens", "long-needle", of={"length": 160})
+    column = leaderboard.DataSet("160 tokens", "long-needle", of={"length": "160"})
     table = leaderboard.quality_table("right, %", [("160", column, "score")])
     assert rows(table, "| right")[0] == ["`dense`", "94.5 [88.6, 97.5]"]
     check = leaderboard.Check("", "long-needle", "full_attention, window", "difference", column.of)
