@@ -17,7 +17,7 @@ def run(args: Args) -> None:
         args,
         record,
         plan_tables,
-        ["Sums of the settings, not measurements; docs/knowledge-bases.md has every formula."],
+        ["Sums of the settings, not measurements; jaxrag/measure/plan/formulas.py has each."],
     )
 
 

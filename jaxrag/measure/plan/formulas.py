@@ -1,7 +1,6 @@
 """The sums of a plan: pure functions of the settings and the model's config.
 
-Each is one formula of docs/knowledge-bases.md, under the same name. Bytes are of 8 bits, times are
-seconds.
+Bytes are of 8 bits, times are seconds.
 """
 
 import dataclasses

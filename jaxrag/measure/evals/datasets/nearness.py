@@ -146,9 +146,7 @@ def nearness_of(
     return found
 
 
-def times_over(
-    lines: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]
-) -> dict[str, Any] | None:
+def times_over(lines: Sequence[Line], others: Sequence[Line]) -> dict[str, Any] | None:
     """The median of the first's times to first token over the others'; of those that have both."""
     pairs = [(one["ttft"], other["ttft"]) for one, other in zip(lines, others, strict=True)]
     return plain(median(np.array([a / b for a, b in pairs if None not in (a, b)])))
