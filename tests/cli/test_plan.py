@@ -17,7 +17,7 @@ def test_tables(tmp_path, capsys):
         "stored KV of 10,000,000 chunks",
         "time to first token",
         "engines",
-        "docs/knowledge-bases.md",
+        "jaxrag/measure/plan/formulas.py",
     ):
         assert words in printed
     record = json.loads(out.read_text())
