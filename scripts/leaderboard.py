@@ -1,8 +1,8 @@
 """The claims of the papers beside what pretrained models showed, as tables of docs/results.md.
 
 benchmarks/claims.toml says what each claim comes to in numbers of the committed results; the
-verdicts are computed here. A claim is *held* where all its checks are, *not held* where none is,
-*held in part* where some are; a check whose interval holds its limit is *inconclusive*.
+verdicts are computed here. A claim is *held* where all its checks are, *held in part* where some
+are, else *not held* where one is not; a check whose interval holds its limit is *inconclusive*.
 
     python scripts/leaderboard.py [--check]
 """
@@ -30,10 +30,12 @@ BEGIN, END = "<!-- scripts/leaderboard.py -->", "<!-- end -->"
 HELD, NOT_HELD, INCONCLUSIVE, IN_PART = "held", "not held", "inconclusive", "held in part"
 LEGEND = """\
 *held*: every check has its whole 95 % interval on the claimed side; *held in part*: some have;
-*not held*: on the other side; *inconclusive*: the interval holds the limit. The number of questions
-is in brackets. *Gold* is the log-probability of the right answer minus full attention's, in nats.
-A difference of two results is judged as if their questions differed, which is cautious.
-Limits are ours: a gold of -.5 is a right answer 39 % less likely.
+*not held*: none has, and one at least is on the other side; *inconclusive*: every interval holds
+its limit. The number of questions is in brackets: with fewer than thirty intervals are too narrow,
+and nothing is corrected for the number of checks.
+*Gold* is the log-probability of the right answer minus full attention's, in nats. A difference of
+two results is judged as if their questions differed, which is cautious. Limits are ours: a gold of
+-.5 is a right answer 39 % less likely.
 """
 PLACES = {"gold_minus_full": 2, "first_over_own": 1}  # of decimals that a table shows
 LISTS = ("rows", "methods", "cells")  # of a result: those whose entries name their method
@@ -92,16 +94,19 @@ class DataSet:
       file: of benchmarks/results, without its ending.
       group: of the questions of a data set; "": all.
       of: as of ``Check``.
+      but: methods that are left out.
     """
 
     on: str
     file: str
     group: str = ""
     of: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    but: tuple[str, ...] = ()
 
     def entries(self) -> dict[str, Mapping[str, Any]]:
         """Those of the result by method."""
-        return {it["method"]: it for it in entries(self.file) if is_of(it, self.of)}
+        own = [it for it in entries(self.file) if is_of(it, self.of)]
+        return {it["method"]: it for it in own if it["method"] not in self.but}
 
     def count(self) -> int:
         """How many questions it is of."""
@@ -209,7 +214,7 @@ def verdict(each: Sequence[str]) -> str:
     """Of a claim, from those of its checks."""
     if len(set(each)) == 1:
         return each[0]
-    return IN_PART if HELD in each else INCONCLUSIVE
+    return IN_PART if HELD in each else NOT_HELD
 
 
 def methods_table(board: Leaderboard) -> str:

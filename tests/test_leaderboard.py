@@ -93,7 +93,7 @@ def test_a_claim_is_held_where_all_its_checks_are():
     held, not_held, open_ = leaderboard.HELD, leaderboard.NOT_HELD, leaderboard.INCONCLUSIVE
     assert leaderboard.verdict([held, held]) == held
     assert leaderboard.verdict([held, not_held]) == leaderboard.IN_PART
-    assert leaderboard.verdict([not_held, open_]) == open_
+    assert leaderboard.verdict([not_held, open_]) == not_held
 
 
 def test_unknown_names_are_refused(tmp_path):
