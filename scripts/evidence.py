@@ -83,9 +83,6 @@ def main() -> int:
     cells = [cell for cell in cells_of() if args.table in (None, cell.table)]
     for cell in cells:
         num = min(args.num or cell.num, cell.num)
-        file = out / f"{cell.name}.json"
-        if cell.suite and file.exists():
-            continue  # a suite keeps no single questions of what is finished
         command = command_of(cell, args.model, Path(args.data), out, num)
         process = subprocess.Popen([sys.executable, "-m", "jaxrag", *command], cwd=ROOT)
         try:

@@ -105,8 +105,8 @@ class DataSet:
 
     def entries(self) -> dict[str, Mapping[str, Any]]:
         """Those of the result by method."""
-        own = [it for it in entries(self.file) if is_of(it, self.of)]
-        return {it["method"]: it for it in own if it["method"] not in self.but}
+        own = by_method(self.file, self.of)
+        return {method: own[method] for method in own if method not in self.but}
 
     def count(self) -> int:
         """How many questions it is of."""
@@ -147,31 +147,27 @@ def result(name: str) -> Mapping[str, Any]:
     return found
 
 
-def entries(file: str, measure: str = "") -> Sequence[Mapping[str, Any]]:
-    """Those of a result that name their method, and have the measure."""
-    lists = ("differences",) if measure == "difference" else LISTS
-    return next(found for name in lists if isinstance(found := result(file).get(name), list))
-
-
 def is_of(entry: Mapping[str, Any], of: Mapping[str, str]) -> bool:
     """Whether these are what it says of itself."""
     return all(str(entry[name]) == text for name, text in of.items())
+
+
+def by_method(
+    file: str, of: Mapping[str, str] | None = None, measure: str = ""
+) -> dict[str, Mapping[str, Any]]:
+    """Entries of a result that are of these, and have the measure."""
+    lists = ("differences",) if measure == "difference" else LISTS
+    found = next(found for name in lists if isinstance(found := result(file).get(name), list))
+    return {it["method"]: it for it in found if is_of(it, of or {})}
 
 
 def number(
     file: str, row: str, measure: str, of: Mapping[str, str] | None = None
 ) -> tuple[float, float, float]:
     """Value, low and high; KeyError where the result lacks the method or the measure."""
-    for entry in entries(file, measure):
-        if entry["method"] == row and is_of(entry, of or {}):
-            found = functools.reduce(lambda at, part: at[part], measure.split("."), entry)
-            return found["value"], found["low"], found["high"]
-    raise KeyError(f"{file}: no {row}")
-
-
-def has(file: str, row: str) -> bool:
-    """Whether a result has the method."""
-    return any(entry["method"] == row for entry in entries(file))
+    entry: Any = by_method(file, of, measure)[row]
+    found = functools.reduce(lambda at, part: at[part], measure.split("."), entry)
+    return found["value"], found["low"], found["high"]
 
 
 def asked(it: Check | Prompts) -> int:
@@ -195,7 +191,7 @@ def judged(check: Check) -> tuple[str, str]:
     """
     value, low, high = number(check.file, check.row, check.measure, check.of)
     figures = shown(value, low, high)
-    if check.than and not check.than_file and check.than == entries(check.file)[0]["method"]:
+    if check.than and not check.than_file and check.than == next(iter(by_method(check.file))):
         value, low, high = number(check.file, check.row, f"{check.measure}_minus_first")
         figures += f", less that of `{check.than}` {shown(value, low, high)}"
     elif check.than:
@@ -224,11 +220,11 @@ def methods_table(board: Leaderboard) -> str:
     for name, method in board.rows.items():
         cells = [
             next((shown(*number(file, method, "kl")) for file in column.files
-                  if has(file, method)), "")
+                  if method in by_method(file)), "")
             for column in board.columns
         ]  # fmt: skip
-        first = next(file for file in board.columns[0].files if has(file, method))
-        row = next(entry for entry in entries(first) if entry["method"] == method)
+        first = next(file for file in board.columns[0].files if method in by_method(file))
+        row = by_method(first)[method]
         rows.append([name, *cells, f"{row['bytes_per_token'] / 1024:.0f}"])
     names = dict.fromkeys(file for column in board.columns for file in column.files)
     return f"{markdown_rows(rows)}\n\nFrom {links(names)}.\n"

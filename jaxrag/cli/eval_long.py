@@ -25,7 +25,6 @@ from jaxrag.measure.evals.options import LongOptions
 
 def run(args: Args) -> None:
     """Print the tables, or one JSON object; write what was asked for."""
-    from jaxrag.measure.evals.asked import forget
     from jaxrag.measure.evals.long.report import tables
     from jaxrag.measure.evals.long.run import prompts, run
 
@@ -49,7 +48,6 @@ def run(args: Args) -> None:
         f"{name}: {note}" for name, found in result["notes"].items() for note in grouped(found)
     ]
     give_out_tables(args, result, tables, notes)
-    forget(args.out)
 
 
 def grouped(notes: Iterable[str]) -> list[str]:
