@@ -180,8 +180,10 @@ def test_nq_open_in_a_conversation(tmp_path, tokenizer):
             record = next(it for it in NQ if it["question"] == question)
             assert answer == record["answers"][0] and answer in texts
     for wrong in ({"documents": 4, "earlier": 4}, {"earlier": 1}, {"documents": 2, "earlier": -1}):
-        with refused(RequestError, f"--earlier {wrong['earlier']}: expected fewer"):
+        with refused(RequestError, f"--earlier {wrong['earlier']}: of nq_open, fewer"):
             items("nq_open", path, **wrong)
+    with refused(RequestError, "--earlier 1: of nq_open"):
+        items("hotpotqa", path, documents=3, earlier=1)
 
 
 def test_cacheblend_prompts(tmp_path, tokenizer):

@@ -129,7 +129,9 @@ def test_encoders_take_the_place_of_a_methods_own(options):
     assert arms_of(asked)[mill].primer == options.primers[1]
 
 
-def test_what_cannot_be_compared_is_refused(options):
+def test_what_cannot_be_compared_is_refused(options, result):
+    with refused(ConfigError, options.out):  # what is kept there was asked without
+        run(dataclasses.replace(options, earlier=1), progress=False)
     with refused(RequestError, "full_attention"):
         arms_of(dataclasses.replace(options, methods=("full_attention",)))
     with refused(RequestError, "'primed weir'"):

@@ -181,6 +181,7 @@ def run(
     setting: dict[str, Any] = {
         "dataset": options.name,
         "passages": options.documents,
+        "earlier": options.earlier,
         "noise": list(options.noise),
         "chunk_tokens": options.chunk_tokens,
         "answer_tokens": options.answer_tokens,

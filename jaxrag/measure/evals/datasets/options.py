@@ -88,8 +88,9 @@ class DatasetOptions:
                 f"--method {', '.join(self.methods)}: name at least one, and each once"
             )
         check_positive(self, "number", "documents", "max_new_tokens", "answer_tokens")
-        if self.earlier and not 0 < self.earlier < (self.documents or 0):
-            raise RequestError(f"--earlier {self.earlier}: expected fewer than --passages N has")
+        passages = (self.documents or 0) if self.name == "nq_open" else 0
+        if self.earlier and not 0 < self.earlier < passages:
+            raise RequestError(f"--earlier {self.earlier}: of nq_open, fewer than its --passages N")
         if self.neighbours not in get_args(NeighboursFrom):
             raise RequestError(
                 f"--neighbours {self.neighbours}: expected one of "
